@@ -211,9 +211,10 @@ def require_memory(place: Place, purpose: str, needed: float) -> None:
 
 def require_training_memory(place: Place, name: str, *, tokens: int) -> None:
     """The same for training the model `name` on micro-batches of `tokens`."""
-    from streamrl.planner.capacity import TrainerLayout, trainer_memory
+    from streamrl.planner.capacity import trainer_memory
+    from streamrl.trainer.layout import Layout
 
-    needed = trainer_memory(shape_of(place, name), TrainerLayout(), tokens=tokens, shard=False).total
+    needed = trainer_memory(shape_of(place, name), Layout(), tokens=tokens, shard=False).total
     require_memory(place, f"training {name}", needed)
 
 

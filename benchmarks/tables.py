@@ -21,7 +21,7 @@ import staleness
 from common import KEPT, Row, read_results
 from criterion import Array
 
-from streamrl.planner.capacity import GIB, Division
+from streamrl.planner.capacity import GIB, Division, backend_of
 
 Results = dict[str, Any]
 """As `common.write_results` writes them."""
@@ -629,7 +629,7 @@ def capacity_memory(_: Results) -> str:
     rows = []
     for machine, shape, one in capacity.divisions():
         trainer = one.trainer
-        cells = [f"{shape.name}, {machine.gpus}", f"{one.layout} ({one.layout.backend})"]
+        cells = [f"{shape.name}, {machine.gpus}", f"{one.layout} ({backend_of(one.layout)})"]
         cells += map(gib, (trainer.state + trainer.gathered, trainer.activations + trainer.logits))
         cells += [total(one), f"{one.gservers} × {one.server_tensor}"]
         rows.append([*cells, f"{one.server.kv_tokens:,}"])
@@ -641,7 +641,7 @@ def capacity_roles(_: Results) -> str:
     header = "model, GPUs | trainer | roles | critic | reference | all | checkpoint"
     rows = []
     for machine, shape, one, roles in capacity.divisions_with_roles():
-        cells = [f"{shape.name}, {machine.gpus}", f"{one.layout} ({one.layout.backend})"]
+        cells = [f"{shape.name}, {machine.gpus}", f"{one.layout} ({backend_of(one.layout)})"]
         cells += ["policy" + (f", {roles}" if str(roles) else "")]
         cells += [
             gib(one.trainer.critic) if roles.critic else MISSING,

@@ -144,11 +144,9 @@ def _earlier_runs(config: Config) -> list[str]:
     return []
 
 
-def make_plan(
-    config: Config, calibration: Calibration, *, seed: int = 0, tell: Callable[[str], None] = lambda _: None
-) -> Plan:
+def make_plan(config: Config, calibration: Calibration, *, tell: Callable[[str], None] = lambda _: None) -> Plan:
     """Simulate `config` and its alternatives at the costs of `calibration`. `tell` gets the name of each."""
-    player = _Player(config, calibration, seed=seed, tell=tell)
+    player = _Player(config, calibration, tell=tell)
     present = player.play({})
     for changed in alternatives(config, calibration):
         player.play(changed)
@@ -244,10 +242,9 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
 class _Player:
     """Simulates each choice of settings once."""
 
-    def __init__(self, config: Config, calibration: Calibration, *, seed: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, calibration: Calibration, *, tell: Callable[[str], None]) -> None:
         self._config = config
         self._calibration = calibration
-        self._seed = seed
         self._tell = tell
         self._steps = STEPS
         self._played: dict[tuple[tuple[str, int | str], ...], Option | None] = {}
@@ -272,7 +269,7 @@ class _Player:
         """Simulate a run with `settings` whose policy has learned."""
         costs = self._calibration.costs
         costs = msgspec.structs.replace(costs, train_token_seconds=LEARNED_SHARE * costs.train_token_seconds)
-        return simulate(self.config_of(settings), costs, steps=self._steps, seed=self._seed)
+        return simulate(self.config_of(settings), costs, steps=self._steps)
 
     @property
     def _present(self) -> Option:
@@ -282,7 +279,7 @@ class _Player:
 
     def _simulate(self, settings: Settings) -> Option | None:
         try:
-            prediction = simulate(self.config_of(settings), self._calibration.costs, steps=self._steps, seed=self._seed)
+            prediction = simulate(self.config_of(settings), self._calibration.costs, steps=self._steps)
         except ConfigError:
             if not settings:
                 raise

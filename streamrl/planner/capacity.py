@@ -23,6 +23,7 @@ from rich.text import Text
 
 from streamrl.errors import ConfigError, ModelError
 from streamrl.planner.shapes import Shape, shape_of
+from streamrl.trainer.layout import Layout
 
 GIB = 2**30
 RESERVED = 0.08
@@ -122,27 +123,25 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     roles: Roles = ONLY_POLICY
 
 
-class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How the trainer's GPUs share the model."""
+class Sizes(msgspec.Struct, frozen=True):
+    """The given sizes of a division; None: any."""
 
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    """Ranks over which experts are spread; a divisor of data · context · tensor, which cuts no expert."""
+    data_parallel: int | None = None
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    context_parallel: int | None = None
+    expert_parallel: int | None = None
+    gservers: int | None = None
+    gserver_tensor: int | None = None
+    """GPUs of one gserver."""
 
-    @property
-    def world(self) -> int:
-        return self.data * self.tensor * self.pipeline * self.context
 
-    @property
-    def backend(self) -> str:
-        return "torch" if self.tensor == self.pipeline == self.expert == 1 else "megatron"
+ANY_SIZES = Sizes()
 
-    def __str__(self) -> str:
-        sizes = zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True)
-        return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one GPU"
+
+def backend_of(layout: Layout) -> str:
+    """Return the backend that trains a model with this layout."""
+    return "torch" if layout.tensor == layout.pipeline == layout.expert == 1 else "megatron"
 
 
 class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,7 +202,7 @@ class UpdateTraffic(msgspec.Struct, frozen=True, kw_only=True):
 class Division(msgspec.Struct, frozen=True, kw_only=True):
     """A division of the GPUs between trainer and gservers, with its memory and rates."""
 
-    layout: TrainerLayout
+    layout: Layout
     gservers: int
     server_tensor: int
     """GPUs of one gserver."""
@@ -243,7 +242,7 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trainer_memory(
-    shape: Shape, layout: TrainerLayout, *, tokens: int, shard: bool = True, roles: Roles = ONLY_POLICY
+    shape: Shape, layout: Layout, *, tokens: int, shard: bool = True, roles: Roles = ONLY_POLICY
 ) -> TrainerMemory:
     """Return the memory of the fullest rank; `tokens`: of one micro-batch, over all ranks of the context dimension.
 
@@ -254,7 +253,7 @@ def trainer_memory(
     policy = _held(shape, layout, _ends(shape, layout), shard=shard)
     body = _held(shape, layout, shape.embedding, shard=shard)  # the critic's
     layers = math.ceil(shape.layers / layout.pipeline)
-    if layout.backend == "megatron":
+    if backend_of(layout) == "megatron":
         return TrainerMemory(
             weights=2 * policy.whole,
             optimizer=12 * policy.own,
@@ -294,12 +293,12 @@ class RankWeights(NamedTuple):
     """Share of `whole` that this rank stores if its data and context ranks shard the weights."""
 
 
-def _ends(shape: Shape, layout: TrainerLayout) -> int:
+def _ends(shape: Shape, layout: Layout) -> int:
     """Return the weights of embedding and head, both if one stage has both."""
     return shape.embedding if layout.pipeline > 1 or shape.tied else 2 * shape.embedding
 
 
-def _held(shape: Shape, layout: TrainerLayout, ends: int, *, shard: bool) -> RankWeights:
+def _held(shape: Shape, layout: Layout, ends: int, *, shard: bool) -> RankWeights:
     """Return the weights of the fullest rank; `ends`: number of weights of embedding and head."""
     layers = math.ceil(shape.layers / layout.pipeline)
     spread = layout.data * layout.context if shard else 1
@@ -325,7 +324,7 @@ def _gathered(shape: Shape, held: RankWeights, ends: int, *, sharded: bool, adap
     return 2 * 4 * layer + 2 * layer + 4 * rest + 4 * layer
 
 
-def _activations(shape: Shape, layout: TrainerLayout, tokens: int, *, layers: int, residual: int) -> float:
+def _activations(shape: Shape, layout: Layout, tokens: int, *, layers: int, residual: int) -> float:
     """Return an estimate of the bytes of activations: the input of each layer, and everything that the backward pass of
     one recomputed layer needs, with its gradients. `residual`: bytes of a number between layers."""
     mine = tokens / layout.context
@@ -388,7 +387,7 @@ def generated_per_second(shape: Shape, machine: Machine, *, tensor: int, running
 
 
 def division(
-    shape: Shape, machine: Machine, job: Workload, *, layout: TrainerLayout, gservers: int, server_tensor: int
+    shape: Shape, machine: Machine, job: Workload, *, layout: Layout, gservers: int, server_tensor: int
 ) -> Division:
     """Compute one division; raises `ModelError` if the model cannot be cut so, `ConfigError` with too few GPUs."""
     check_layout(shape, layout, gpus_per_host=machine.gpus_per_host, roles=job.roles)
@@ -433,24 +432,11 @@ def division(
     )
 
 
-def check_layout(shape: Shape, layout: TrainerLayout, *, gpus_per_host: int, roles: Roles = ONLY_POLICY) -> None:
+def check_layout(shape: Shape, layout: Layout, *, gpus_per_host: int, roles: Roles = ONLY_POLICY) -> None:
     """Raise `ModelError` if the model cannot be cut by `layout`, or not for these `roles`."""
-    problems = [
-        f"{what} = {count} is no multiple of {name} {parts}"
-        for what, count, name, parts in (
-            ("heads", shape.heads, "tensor", layout.tensor),
-            ("key-value heads", shape.kv_heads, "tensor", layout.tensor),
-            ("intermediate size", shape.intermediate_size, "tensor", layout.tensor),
-            ("layers", shape.layers, "pipeline", layout.pipeline),
-            ("experts", shape.experts, "expert", layout.expert),
-            ("data × context × tensor", layout.data * layout.context * layout.tensor, "expert", layout.expert),
-        )
-        if count % parts
-    ]
-    if roles.lora_rank and layout.backend == "megatron":
+    problems = layout.obstacles(shape)
+    if roles.lora_rank and backend_of(layout) == "megatron":
         problems.append("adapters are trained by the torch backend, which has data and context parallelism alone")
-    if layout.expert > 1 and not shape.experts:
-        problems.append(f"expert {layout.expert}, and it has no experts")
     if layout.tensor > gpus_per_host:
         problems.append(f"tensor {layout.tensor} is more than the {gpus_per_host} GPUs of a host")
     if problems:
@@ -472,16 +458,9 @@ def capacity_plan(
     shape: Shape,
     machine: Machine,
     job: Workload,
-    *,
-    data: int | None = None,
-    tensor: int | None = None,
-    pipeline: int | None = None,
-    context: int | None = None,
-    expert: int | None = None,
-    gservers: int | None = None,
-    server_tensor: int | None = None,
+    sizes: Sizes = ANY_SIZES,
 ) -> CapacityPlan:
-    """Compute all divisions of the GPUs, or only those with the given sizes, and recommend one.
+    """Compute all divisions of the GPUs with the given `sizes`, and recommend one.
 
     Among the divisions that fit, the one with the fastest slower pool is recommended; of divisions within `BETTER` of
     it, the one with the simplest layout. Raises `ConfigError` if none fits, with the shortage of the nearest one.
@@ -489,19 +468,8 @@ def capacity_plan(
     if machine.gpus < 2:
         raise ConfigError(f"--gpus {machine.gpus}: a division needs one GPU for the trainer and one for a gserver")
     found, problem = list[Division](), ""
-    for width, count in _servers(shape, machine, gservers=gservers, tensor=server_tensor):
-        rest = machine.gpus - width * count
-        for layout in _layouts(
-            shape,
-            machine,
-            rest,
-            roles=job.roles,
-            data=data,
-            tensor=tensor,
-            pipeline=pipeline,
-            context=context,
-            expert=expert,
-        ):
+    for width, count in _servers(shape, machine, gservers=sizes.gservers, tensor=sizes.gserver_tensor):
+        for layout in _layouts(shape, machine, machine.gpus - width * count, roles=job.roles, sizes=sizes):
             try:
                 found.append(division(shape, machine, job, layout=layout, gservers=count, server_tensor=width))
             except ModelError as error:
@@ -532,33 +500,24 @@ def plan_of_options(
     lora_rank: int,
     critic: bool,
     reference: bool,
-    data_parallel: int | None,
-    tensor_parallel: int | None,
-    pipeline_parallel: int | None,
-    context_parallel: int | None,
-    expert_parallel: int | None,
-    gservers: int | None,
-    gserver_tensor: int | None,
     gpu_memory: float,
-    **machine: Any,
+    **others: Any,
 ) -> CapacityPlan:
-    """Return the plan for the options of `streamrl plan --model-shape`; raises as `capacity_plan` does."""
+    """Return the plan for the options of `streamrl plan --model-shape`; raises as `capacity_plan` does.
+
+    `others`: the fields of `Sizes`, and further ones of `Machine`.
+    """
+    sizes = Sizes(**{name: others.pop(name) for name in Sizes.__struct_fields__})
     return capacity_plan(
         shape_of(model_shape),
-        Machine(gpu_memory_gib=gpu_memory, **machine),
+        Machine(gpu_memory_gib=gpu_memory, **others),
         Workload(
             context=context,
             mean_context=mean_context or max(1, context // 4),
             microbatch_tokens=microbatch_tokens,
             roles=Roles(lora_rank=lora_rank, critic=critic, reference=reference),
         ),
-        data=data_parallel,
-        tensor=tensor_parallel,
-        pipeline=pipeline_parallel,
-        context=context_parallel,
-        expert=expert_parallel,
-        gservers=gservers,
-        server_tensor=gserver_tensor,
+        sizes,
     )
 
 
@@ -580,7 +539,7 @@ def _ordered(fitting: Sequence[Division]) -> list[Division]:
 def _reason(ordered: Sequence[Division], machine: Machine, *, tried: int) -> str:
     best = ordered[0]
     slower = "training" if best.trained_per_second < best.generated_per_second else "generation"
-    backend = "the torch backend, sharded" if best.layout.backend == "torch" else "Megatron"
+    backend = "the torch backend, sharded" if backend_of(best.layout) == "torch" else "Megatron"
     told = (
         f"Of {tried} divisions {len(ordered)} fit. In the recommended one the trainer has {best.layout.world} GPUs "
         f"({best.layout}; {backend}), the gservers {best.gservers * best.server_tensor} ({best.gservers} of "
@@ -616,19 +575,9 @@ def _is_round(gpus: int, of: int) -> bool:
     return gpus % max(1, of // 16) == 0
 
 
-def _layouts(
-    shape: Shape,
-    machine: Machine,
-    gpus: int,
-    *,
-    roles: Roles,
-    data: int | None,
-    tensor: int | None,
-    pipeline: int | None,
-    context: int | None,
-    expert: int | None,
-) -> Iterator[TrainerLayout]:
-    """Yield the layouts over `gpus` GPUs; with a given `data`, also over fewer."""
+def _layouts(shape: Shape, machine: Machine, gpus: int, *, roles: Roles, sizes: Sizes) -> Iterator[Layout]:
+    """Yield the layouts over `gpus` GPUs; with a given `data_parallel`, also over fewer."""
+    data, tensor, pipeline, context, expert, *_ = msgspec.structs.astuple(sizes)
     for tensors in [tensor] if tensor else _powers(machine.gpus_per_host):
         for stages in [pipeline] if pipeline else _powers(min(shape.layers, gpus)):
             for contexts in [context] if context else _powers(min(MOST_CONTEXT, gpus)):
@@ -639,9 +588,7 @@ def _layouts(
                     continue
                 experts = [expert] if expert else _powers(min(max(1, shape.experts), copies * contexts * tensors))
                 for spread in experts:
-                    layout = TrainerLayout(
-                        data=copies, tensor=tensors, pipeline=stages, context=contexts, expert=spread
-                    )
+                    layout = Layout(data=copies, tensor=tensors, pipeline=stages, context=contexts, expert=spread)
                     given = any(size is not None for size in (data, tensor, pipeline, context, expert))
                     try:
                         check_layout(shape, layout, gpus_per_host=machine.gpus_per_host, roles=roles)
@@ -666,7 +613,7 @@ def as_json(plan: CapacityPlan) -> str:
     tree["shape"]["parameters"] = plan.shape.parameters
     for told, one in zip(tree["divisions"], plan.divisions, strict=True):
         told["trainer"]["total"] = one.trainer.total
-        told["layout"]["backend"] = one.layout.backend
+        told["layout"]["backend"] = backend_of(one.layout)
         told["tokens_per_second"] = one.tokens_per_second
     return msgspec.json.format(msgspec.json.encode(tree), indent=2).decode()
 

@@ -241,7 +241,7 @@ class _SimulatedRequest:
 
 
 class _SimulatedGroup:
-    __slots__ = ("admitted", "drops", "left", "lengths", "seq", "unscored", "versions", "worker")
+    __slots__ = ("admitted", "left", "lengths", "seq", "unscored", "versions", "worker")
 
     def __init__(self, seq: int, worker: int, lengths: list[int], *, now: float) -> None:
         self.seq = seq

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from streamrl.architecture import Architecture
 from streamrl.config.trainer import RoleName, TrainerConfig, role_config
 from streamrl.errors import ModelError
 
@@ -74,9 +75,30 @@ class Layout(msgspec.Struct, frozen=True):
         """Return all ranks of data-parallel rank `data`; they get identical input."""
         return [rank for rank in range(self.world) if self.coordinates(rank).data == data]
 
+    def obstacles(self, model: Architecture) -> list[str]:
+        """Return why `model` cannot be divided by this layout; empty if it can."""
+        experts = 0 if model.moe is None else model.moe.experts
+        found = [
+            f"{what} = {count} is no multiple of {name} = {parts}"
+            for what, count, name, parts in (
+                ("num_attention_heads", model.heads, "tensor", self.tensor),
+                ("num_key_value_heads", model.kv_heads, "tensor", self.tensor),
+                ("intermediate_size", model.intermediate_size, "tensor", self.tensor),
+                ("num_hidden_layers", model.layers, "pipeline", self.pipeline),
+                ("num_experts", experts, "expert", self.expert),
+                ("data × context × tensor", self.stage, "expert", self.expert),
+            )
+            if count % parts
+        ]
+        if -(-model.vocab_size // self.tensor) * (self.tensor - 1) >= model.vocab_size:
+            found.append(f"vocab_size = {model.vocab_size} is too small for tensor = {self.tensor}")
+        if self.expert > 1 and not experts:
+            found.append(f"expert = {self.expert}, and it has no experts")
+        return found
+
     def __str__(self) -> str:
-        sizes = f"data {self.data} × context {self.context} × tensor {self.tensor} × pipeline {self.pipeline}"
-        return sizes if self.expert == 1 else f"{sizes}, experts over {self.expert}"
+        sizes = zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True)
+        return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
 
 
 def layout_of(trainer: TrainerConfig, role: str) -> Layout:

@@ -20,9 +20,10 @@ from streamrl.planner.capacity import (
     ONLY_POLICY,
     Machine,
     Roles,
-    TrainerLayout,
+    Sizes,
     Workload,
     as_json,
+    backend_of,
     capacity_plan,
     check_layout,
     server_memory,
@@ -44,9 +45,9 @@ LARGE = Machine(gpus=2**20, gpu_memory_gib=80.0)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shape: Shape) -> TrainerLayout:
+def layouts(draw: st.DrawFn, shape: Shape) -> Layout:
     """One that the shape can be cut into."""
-    layout = TrainerLayout(
+    layout = Layout(
         data=draw(POWERS),
         tensor=draw(st.sampled_from([size for size in (1, 2, 4, 8) if not shape.kv_heads % size])),
         pipeline=draw(st.sampled_from([size for size in (1, 2, 4, 8) if not shape.layers % size])),
@@ -63,22 +64,20 @@ SHAPES_AND_LAYOUTS = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), layo
 
 
 @given(SHAPES_AND_LAYOUTS, st.integers(1, 2**17))
-def test_all_ranks_together_hold_every_weight_with_its_optimizer(
-    drawn: tuple[Shape, TrainerLayout], tokens: int
-) -> None:
+def test_all_ranks_together_hold_every_weight_with_its_optimizer(drawn: tuple[Shape, Layout], tokens: int) -> None:
     """A rank is the fullest one, so their sum is at least the model, and with no pipeline exactly it."""
     shape, layout = drawn
     memory = trainer_memory(shape, layout, tokens=tokens)
-    each = 16 if layout.backend == "torch" else 12
+    each = 16 if backend_of(layout) == "torch" else 12
     whole = each * shape.parameters
-    held = memory.state if layout.backend == "torch" else memory.optimizer
+    held = memory.state if backend_of(layout) == "torch" else memory.optimizer
     assert held * layout.world >= whole * (1 - 1e-9)
     if layout.pipeline == 1:
         assert held * layout.world == pytest.approx(whole)
 
 
 @given(SHAPES_AND_LAYOUTS, st.integers(1, 2**16))
-def test_more_ranks_never_need_more_memory_each(drawn: tuple[Shape, TrainerLayout], tokens: int) -> None:
+def test_more_ranks_never_need_more_memory_each(drawn: tuple[Shape, Layout], tokens: int) -> None:
     shape, layout = drawn
     memory = trainer_memory(shape, layout, tokens=tokens)
     for name in ("data", "context"):
@@ -130,25 +129,25 @@ def test_a_plan_fits_and_a_refusal_says_what_is_missing(shape: Shape, gpus: int,
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
-        ({"tensor": 3}, ConfigError, "heads = 64 is no multiple of tensor 3"),
-        ({"pipeline": 7}, ConfigError, "layers = 80 is no multiple of pipeline 7"),
-        ({"expert": 2}, ConfigError, "it has no experts"),
-        ({"server_tensor": 16}, ModelError, "does not fit on a host of 8"),
+        ({"tensor_parallel": 3}, ConfigError, "heads = 64 is no multiple of tensor = 3"),
+        ({"pipeline_parallel": 7}, ConfigError, "layers = 80 is no multiple of pipeline = 7"),
+        ({"expert_parallel": 2}, ConfigError, "it has no experts"),
+        ({"gserver_tensor": 16}, ModelError, "does not fit on a host of 8"),
         ({"gservers": 70}, ConfigError, "no division of 64 GPUs"),
-        ({"data": 64}, ConfigError, "no division of 64 GPUs"),
+        ({"data_parallel": 64}, ConfigError, "no division of 64 GPUs"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, int], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
-        capacity_plan(KNOWN["Llama-3-70B"], Machine(gpus=64), Workload(), **given)
+        capacity_plan(KNOWN["Llama-3-70B"], Machine(gpus=64), Workload(), Sizes(**given))
 
 
 @given(SHAPES_AND_LAYOUTS, st.booleans(), st.booleans(), st.integers(0, 64))
 def test_roles_take_memory_and_time_of_their_own(
-    drawn: tuple[Shape, TrainerLayout], critic: bool, reference: bool, rank: int
+    drawn: tuple[Shape, Layout], critic: bool, reference: bool, rank: int
 ) -> None:
     shape, layout = drawn
-    roles = Roles(critic=critic, reference=reference, lora_rank=rank if layout.backend == "torch" else 0)
+    roles = Roles(critic=critic, reference=reference, lora_rank=rank if backend_of(layout) == "torch" else 0)
     alone, memory = (trainer_memory(shape, layout, tokens=4096, roles=each) for each in (ONLY_POLICY, roles))
     assert (memory.critic > 0) == critic
     assert (memory.reference > 0) == (reference and not roles.lora_rank)
@@ -162,7 +161,7 @@ def test_roles_take_memory_and_time_of_their_own(
     else:
         assert memory.total == pytest.approx(alone.total + memory.critic + memory.reference)
     critics = shape.parameters - (0 if shape.tied else shape.embedding)  # but for its head
-    if critic and layout.backend == "torch":
+    if critic and backend_of(layout) == "torch":
         assert memory.critic * layout.world == pytest.approx(12 * critics)
     rates = [trained_per_second(shape, LARGE, gpus=8, mean_context=1, roles=each) for each in (ONLY_POLICY, roles)]
     slower = 5 - bool(roles.lora_rank) + 5 * critic + reference
@@ -231,16 +230,14 @@ def _torch_takes_what_was_said(rank: int, folder: Path) -> None:
         model = TorchModel(_spec(folder, shard=shard), world=WORLD)
         _after_a_step(model)
         gradients = [parameter.grad for parameter in model._parameters.values()]  # seen by the collector from here on
-        said = trainer_memory(shape, TrainerLayout(data=WORLD), tokens=TOKENS, shard=shard)
+        said = trainer_memory(shape, Layout(data=WORLD), tokens=TOKENS, shard=shard)
         assert tensor_bytes() - before == pytest.approx(said.state, rel=0.03), shard
         if shard:
             _keeps_no_copies(model)
         del gradients, model
         roles = Roles(critic=True, reference=True)
-        said = trainer_memory(shape, TrainerLayout(data=WORLD), tokens=TOKENS, shard=shard, roles=roles)
-        adapted = trainer_memory(
-            shape, TrainerLayout(data=WORLD), tokens=TOKENS, shard=shard, roles=Roles(lora_rank=RANK)
-        )
+        said = trainer_memory(shape, Layout(data=WORLD), tokens=TOKENS, shard=shard, roles=roles)
+        adapted = trainer_memory(shape, Layout(data=WORLD), tokens=TOKENS, shard=shard, roles=Roles(lora_rank=RANK))
         for changes, expected in (
             ({"head": "scalar"}, said.critic),
             ({"lr": None}, said.reference),
@@ -273,7 +270,7 @@ def _megatron_takes_what_was_said(rank: int, folder: Path) -> None:
         _spec(folder, shard=True), layout=Layout(tensor=WORLD), rank=rank, timeout_seconds=TIMEOUT_SECONDS
     )
     _after_a_step(model)
-    said = trainer_memory(shape_of(str(folder)), TrainerLayout(tensor=WORLD), tokens=TOKENS)
+    said = trainer_memory(shape_of(str(folder)), Layout(tensor=WORLD), tokens=TOKENS)
     assert tensor_bytes() - before == pytest.approx(said.state, rel=0.05)
 
 

@@ -38,4 +38,4 @@ def test_experts_are_spread_within_each_stage():
     for stage in range(2):
         ranks = [rank for rank in range(8) if layout.coordinates(rank).pipeline == stage]
         assert sorted(layout.expert_rank(rank) for rank in ranks) == [0, 0, 1, 1]
-    assert str(layout).endswith("pipeline 2, experts over 2")
+    assert str(layout).endswith("pipeline 2 × expert 2")

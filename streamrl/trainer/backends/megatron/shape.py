@@ -41,27 +41,7 @@ class ModelShape(Architecture, frozen=True, kw_only=True):
 
     def check(self, layout: Layout) -> None:
         """Raise `ModelError` if the model cannot be divided by `layout`."""
-        problems = [
-            f"{name} = {count} is no multiple of tensor = {layout.tensor}"
-            for name, count in (
-                ("num_attention_heads", self.heads),
-                ("num_key_value_heads", self.kv_heads),
-                ("intermediate_size", self.intermediate_size),
-            )
-            if count % layout.tensor
-        ]
-        if self.layers % layout.pipeline:
-            problems.append(f"num_hidden_layers = {self.layers} is no multiple of pipeline = {layout.pipeline}")
-        rows = -(-self.vocab_size // layout.tensor)
-        if rows * (layout.tensor - 1) >= self.vocab_size:
-            problems.append(f"vocab_size = {self.vocab_size} is too small for tensor = {layout.tensor}")
-        if layout.expert > 1 and self.moe is None:
-            problems.append(f"expert = {layout.expert}, and it has no experts")
-        elif self.moe is not None and self.moe.experts % layout.expert:
-            problems.append(f"num_experts = {self.moe.experts} is no multiple of expert = {layout.expert}")
-        if layout.stage % layout.expert:
-            problems.append(f"expert = {layout.expert} does not divide data × context × tensor = {layout.stage}")
-        if problems:
+        if problems := layout.obstacles(self):
             raise ModelError(f"{self.folder} cannot be trained as {layout}: {'; '.join(problems)}")
 
 

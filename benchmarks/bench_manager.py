@@ -61,7 +61,7 @@ def config_for(folder: str, *, room: int) -> Config:
             "rollout": {"group_size": 1},
             "algorithm": {"advantage": "reinforce++"},
             "trainer": {"batch_groups": batch},
-            "staleness": {"max_staleness": room // batch - 1},
+            "staleness": {"max_staleness": room // batch - 1, "most_drift": 0.0},
             "limits": {"heartbeat_seconds": 1.0, "silence_seconds": 600.0},
         }
     )

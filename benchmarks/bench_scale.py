@@ -64,7 +64,7 @@ def settings_of(folder: str, *, workers: int, gservers: int, port: int) -> Row:
             "reward": {"function": "streamrl.rollout.tasks:copy_reward"},
         },
         "gserver": {"engine": "simulated", "count": gservers, "max_context": 32},
-        "staleness": {"max_staleness": IN_FLIGHT // BATCH + 2},
+        "staleness": {"max_staleness": IN_FLIGHT // BATCH + 2, "most_drift": 0.0},
         "trainer": {"batch_groups": BATCH, "dtype": "float32", "save_at_end": False},
         "weights": {"mode": "disk", "checksum": False},
         "metrics": {"sinks": [], "plots": False},

@@ -71,7 +71,7 @@ def by_drift(seen: Seen, delay: int) -> int:
     watch = CollapseWatch(near=0)
     for step, figures in enumerate(seen):
         metrics = {"importance_ratio_deviation": figures["ratio_deviation"]}
-        watch = watch.after(metrics, step=step, turn=(), reaction="warn", age=figures["age"], most_drift=0.1)
+        watch = watch.after(metrics, step=step, turn=(), age=figures["age"], most_drift=0.1)
     return watch.staleness(delay)
 
 
@@ -87,13 +87,12 @@ def falling(seen: Seen, *, steps: int = 150, least: float = 0.1) -> float:
     return max(least, 1 - (1 - least) * len(seen) / steps)
 
 
-def by_deviation(seen: Seen) -> float:
-    """Return the factor of `algorithm.on_collapse = "brake"`, by streamrl's own watch."""
-    watch = CollapseWatch()
-    for step, figures in enumerate(seen):
-        metrics = {"importance_ratio_deviation": figures["ratio_deviation"], "reward_mean": figures["reward"]}
-        watch = watch.after(metrics, step=step, turn=(), reaction="brake")
-    return watch.lr_scale
+def by_deviation(seen: Seen, *, most: float = 0.02) -> float:
+    """Return a factor below 1 if mean |ρ - 1| of five steps, without the largest, exceeds `most` on a plateau."""
+    rewards = [fmean(figures["reward"] for figures in seen[end - 5 : end]) for end in range(5, len(seen) + 1)]
+    if len(rewards) <= 15 or rewards[-1] - rewards[-16] > 0.1 * (max(rewards) - min(rewards)):
+        return 1.0
+    return min(1.0, most / max(most, fmean(sorted(figures["ratio_deviation"] for figures in seen[-5:])[:-1])))
 
 
 def steered(seen: Seen, *, target: float = 1e-3) -> float:

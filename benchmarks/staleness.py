@@ -70,7 +70,7 @@ WINDOW = 3
 LEARNED, NEARLY = 0.95, 0.9
 STALEST = 8
 """Largest η of the claims: a run has written rewards for this many versions less than it has steps."""
-CLAIMED = (1, 2, 4, 8)
+CLAIMED = (1, 4, 8)
 """The η of the claims."""
 EVERY = 5
 """Steps that share one figure in a kept curve, except for the reward and the time, which each step has."""
@@ -139,6 +139,7 @@ _DECOUPLED = {
 
 OBJECTIVES: dict[str, Mapping[str, Any]] = {
     "default": {},
+    "constant": {},
     "decoupled": _DECOUPLED,
     "ppo": _DECOUPLED | {"proximal": "behavior"},
     "truncated": _DECOUPLED | {"behavior_weight_cap": 2.0},
@@ -159,26 +160,26 @@ OBJECTIVES: dict[str, Mapping[str, Any]] = {
         "behavior_weight_level": "none",
     },
 }
-"""Settings of [algorithm] by name. The default has the settings of the example; each of the others names all of its
-settings, so that a change of defaults does not change it. `decoupled` has the clip around the policy at the start of
+"""Settings of [algorithm] by name. `default` and `constant` have the settings of the example. All but the default have
+a constant staleness, without `staleness.most_drift`. The others name all of their settings, so that a change of
+defaults does not change them. `decoupled` has the clip around the policy at the start of
 the step; `truncated` is the same with the limit of truncated importance sampling in verl's and slime's examples,
 `masked` with the limit of IcePop in verl and AReaL; `gspo` and `cispo` are the recipes of docs/algorithms.md, `ipo` is
 prime-rl's (`benchmarks/recipes.py`)."""
 
 ETAS = (0, 1, 2, 4, 8, 16)
+"""All η of the study; 2 and 16 with a constant staleness alone."""
 STALE_ETAS = (1, 2, 4, 8)
 """Where the other objectives are run on the first task of `SIDE_BY_SIDE`: at η = 0 weights differ from 1 by no more
 than rounding, and at 16 data are hardly older than at 8 in runs as short as these (5 versions on average, and 4)."""
 CLOSE_ETAS = (4, 8)
 """Where they are run on its other task."""
-SMALL_ETAS = (0, 1, 2, 4, 8)
-"""For SmolLM2, whose runs take minutes."""
 POLICY_ETAS = (1, 2, 4)
 """Where the over-age policies are compared."""
 SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4, 5, 6, 7)
 """Further seeds of the default objective at `DECIDING_ETAS`: three decide little (`benchmarks/criterion.py`)."""
-DECIDING_ETAS = (0, 1, 4, 8)
+DECIDING_ETAS = (0, *CLAIMED)
 
 
 class Cell(NamedTuple):
@@ -197,8 +198,9 @@ class Cell(NamedTuple):
 def study() -> list[Cell]:
     """All runs, the most informative first; within a part all runs of one seed come before the next seed."""
     others = [objective for objective in OBJECTIVES if objective != "default"]
+    pretrained = [task for task in PRETRAINED if task != NOT_LEARNED]
     parts: list[tuple[tuple[int, ...], list[tuple[str, str, int, str]]]] = [
-        (SEEDS, [(task, "default", eta, "mask") for task in SCRATCH for eta in ETAS]),
+        (SEEDS, [(task, "default", eta, "mask") for task in SCRATCH for eta in DECIDING_ETAS]),
         (
             SEEDS,
             [
@@ -211,16 +213,18 @@ def study() -> list[Cell]:
         (
             SEEDS,
             [(LENGTH_TASK, "default", 0, "mask")]
-            + [(LENGTH_TASK, "default", eta, over_age) for eta in POLICY_ETAS for over_age in ("mask", "wait", "drop")],
+            + [
+                (LENGTH_TASK, "constant", eta, over_age) for eta in POLICY_ETAS for over_age in ("mask", "wait", "drop")
+            ],
         ),
         (SEEDS[:1], [(NOT_LEARNED, "default", 0, "mask")]),
-        (SEEDS, [(task, "default", eta, "mask") for task in PRETRAINED if task != NOT_LEARNED for eta in SMALL_ETAS]),
-        (
-            MORE_SEEDS,
-            [(task, "default", eta, "mask") for task in TASKS if task != NOT_LEARNED for eta in DECIDING_ETAS],
-        ),
+        (SEEDS, [(task, "default", eta, "mask") for task in pretrained for eta in DECIDING_ETAS]),
+        (SEEDS, [(task, "constant", eta, "mask") for task in SCRATCH for eta in ETAS[1:]]),
+        (SEEDS, [(task, "constant", eta, "mask") for task in pretrained for eta in STALE_ETAS]),
+        (MORE_SEEDS, [(task, "default", eta, "mask") for task in (*SCRATCH, *pretrained) for eta in DECIDING_ETAS]),
     ]
-    return [Cell(*kind, seed) for seeds, part in parts for seed in seeds for kind in part]
+    cells = [Cell(*kind, seed) for seeds, part in parts for seed in seeds for kind in part]
+    return list(dict.fromkeys(cells))
 
 
 def quick() -> list[Cell]:
@@ -262,6 +266,7 @@ def settings_of(cell: Cell, *, steps: int) -> dict[str, Any]:
         "run.stop_at_reward": 1e9,  # never: the reward has to last
         "staleness.max_staleness": cell.eta,
         "staleness.over_age": cell.over_age,
+        **({} if cell.objective == "default" else {"staleness.most_drift": 0.0}),
         "trainer.save_at_end": "false",
         "trainer.save_every": "never",
         "metrics.plots": "false",
@@ -590,12 +595,12 @@ def found_claims(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, Claim]]:
 
 def age_cost(rows: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of the area that is lost with each version of the mean token age: least squares over the means
-    by task and η of the claims, without `modular-addition`, whose runs differ more by seed than by η."""
+    by task and constant η, without `modular-addition`, whose runs differ more by seed than by η."""
     synchronous = curves(rows_of(rows, eta=0))
     ages, losses = [], []
     for task in (*SCRATCH, *PRETRAINED):
-        for eta in CLAIMED if task != "modular-addition" else ():
-            mine = [row for row in rows_of(rows, eta=eta) if row["task"] == task]
+        for eta in STALE_ETAS if task != "modular-addition" else ():
+            mine = [row for row in rows_of(rows, eta=eta, objective="constant") if row["task"] == task]
             if mine:
                 ages.append(fmean(fmean(row["curve"]["age"]) for row in mine))
                 areas = [fmean(float(curve.mean()) for curve in of) for of in (curves(mine)[task], synchronous[task])]

@@ -468,16 +468,21 @@ def staleness_claims(results: Results) -> str:
 
 
 def staleness_default(results: Results) -> str:
-    """The default objective: area by task and η, and the runs that collapsed."""
-    found = [s for s in staleness.summaries(results["rows"]) if s.kind.objective == "default"]
-    by_place = {(s.kind.task, s.kind.eta): s for s in found if s.kind.over_age == "mask"}
-    etas = (0, *staleness.CLAIMED)
+    """The default, and the same with a constant η: area by task and η, and the runs that collapsed."""
+    found = [s for s in staleness.summaries(results["rows"]) if s.kind.over_age == "mask"]
+    by_place = {(s.kind.task, s.kind.objective, s.kind.eta): s for s in found}
+    etas = (0, *staleness.STALE_ETAS)
     rows = [
-        [task, *(area_and_collapses(by_place.get((task, eta))) for eta in etas)]
+        [
+            task,
+            "drift" if kind == "default" else kind,
+            *(area_and_collapses(by_place.get((task, kind, e))) for e in etas),
+        ]
         for task in staleness.TASKS
-        if any(place[0] == task for place in by_place)
+        for kind in ("default", "constant")
+        if any(place[:2] == (task, kind) for place in by_place)
     ]
-    return markdown(["task", *(f"η = {eta}" for eta in etas)], rows) if rows else NOT_MEASURED
+    return markdown(["task", "limit", *(f"η = {eta}" for eta in etas)], rows) if rows else NOT_MEASURED
 
 
 def area_and_collapses(found: staleness.Summary | None) -> str:
@@ -517,7 +522,7 @@ def staleness_over_age(results: Results) -> str:
             f"{s.area.mean:.2f}" if s.area.values else MISSING,
         ]
         for s in sorted(found, key=lambda s: s.kind.eta)
-        if s.kind.task == staleness.LENGTH_TASK and s.kind.objective == "default" and s.kind.eta
+        if s.kind.task == staleness.LENGTH_TASK and s.kind.objective == "constant" and s.kind.eta
     ]
     header = ["η", "over-age tokens", "masked or dropped", "length in the loss / generated", "steps to 0.9", "area"]
     return markdown(header, rows) if rows else NOT_MEASURED

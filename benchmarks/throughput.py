@@ -124,6 +124,7 @@ def run(
         "run.total_train_steps": steps,
         "staleness.max_staleness": max_staleness,
         "staleness.over_age": over_age,
+        "staleness.most_drift": 0.0,  # the pools at this staleness, however the policy moves
         **NO_FILES,
     }
     if engine == "simulated":

@@ -9,9 +9,9 @@ With P groups in a training batch and `max_staleness` η:
 - **admission**: a new group starts only while `accepted + running < trained + (η + 1) · P`. *accepted* counts every
   group stored with the trainer since the run began. *trained* counts the groups that the served policy version was
   trained on: v · P; for a resumed run, the groups trained on before (perhaps with another P), plus P for each version
-  since. This bounds the average age of tokens. While a run is slowed, η is smaller (`admitted_staleness`). If batches
-  are taken in admission order, returned prompts may start without room once no group runs, because the next batch
-  waits for them;
+  since. This bounds the average age of tokens. While the policy moves fast, η is smaller (`admitted_staleness`). If
+  batches are taken in admission order, returned prompts may start without room once no group runs, because the next
+  batch waits for them;
 - **selection** bounds the age of every token: no token older than η versions enters a loss.
 
 If the number of groups ends the run (`ends_after`), no group starts that its last batch does not need.
@@ -139,7 +139,7 @@ class Ledger:
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.admitted_staleness = max_staleness
-        """The η of admission: `max_staleness`, or less while a run is slowed. It does not affect groups that run."""
+        """The η of admission: `max_staleness`, or less while the policy drifts. It does not affect groups that run."""
         self.lease_seconds = lease_seconds
         self.lineage = FIRST
         """The lineage whose policy versions are counted."""
@@ -227,7 +227,7 @@ class Ledger:
             bound = min(bound, before + whole_batches * self.groups_per_batch)
         room = max(0, bound - self.accepted - self.running)
         if self.in_order and not room and not self.running and self.returned:
-            # Groups of the next batch lost their places, when the run was slowed or went back. Others would be too old.
+            # Groups of the next batch lost their places when staleness fell or the run went back; others are too old.
             return sum(self.state(seq) == "returned" for seq in self.next_in_order(self.groups_per_batch))
         return room
 

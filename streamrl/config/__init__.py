@@ -46,7 +46,6 @@ from streamrl.config.sections import WorkflowConfig as WorkflowConfig
 from streamrl.config.sections import by_task as by_task
 from streamrl.config.suggestions import suggestions
 from streamrl.config.trainer import AlgorithmConfig as AlgorithmConfig
-from streamrl.config.trainer import CollapseReaction as CollapseReaction
 from streamrl.config.trainer import CriticConfig as CriticConfig
 from streamrl.config.trainer import LayoutConfig as LayoutConfig
 from streamrl.config.trainer import OptimizerConfig as OptimizerConfig

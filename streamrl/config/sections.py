@@ -514,9 +514,10 @@ class StalenessConfig(Section, frozen=True):
     """η: no token older than this enters a loss. 0: synchronous, on-policy."""
     over_age: OverAge = "mask"
     """Treatment of older tokens: `mask`, `wait` or `drop` (docs/staleness.md)."""
-    most_drift: NonNegativeFloat = 0.0
+    most_drift: NonNegativeFloat = 0.1
     """Largest mean |ρ - 1| of a token, with ρ = π / π_b: groups are admitted with less staleness than `max_staleness`
-    while the policy moves too fast for it. It begins at 0 and rises by at most 1 a step. 0: no such limit."""
+    while the policy moves too fast for it. Their staleness begins at 0, rises by at most 1 a step, and never falls
+    below 1 again. 0: no such limit."""
 
 
 class WeightsConfig(Section, frozen=True):

@@ -25,7 +25,6 @@ ASYNCHRONOUS, SYNCHRONOUS = "asynchronous", "synchronous"
 """Graphs that come with streamrl."""
 BackendName = Literal["torch", "megatron"]
 RoleName = Literal["actor", "ref", "critic", "reward"]
-CollapseReaction = Literal["warn", "brake", "slow", "stop"]
 
 
 class LayoutConfig(Section, frozen=True):
@@ -242,10 +241,8 @@ class AlgorithmConfig(Section, frozen=True):
     """`token`: mean over tokens. The others are means over responses: of the mean over a response's tokens
     (`sequence`), of the sum over them (`sum`), or of that sum divided by `rollout.sampling.max_new_tokens`
     (`constant`)."""
-    on_collapse: CollapseReaction = "warn"
-    """Response to signs of an imminent collapse of the policy (docs/collapse.md). `warn`: name them in the log;
-    `brake`: also lower the policy's learning rate while it is far from its data and the reward does not rise; `slow`:
-    also generate synchronously until the figures are healthy again, and with half the staleness afterwards; `stop`:
+    on_collapse: Literal["warn", "stop"] = "warn"
+    """Response to signs of an imminent collapse of the policy (docs/collapse.md). `warn`: name them in the log; `stop`:
     also end the run with a checkpoint and an error once it collapses."""
 
 

@@ -363,7 +363,9 @@ def _staleness(run: RunView, status: Status) -> Panel:
         grid.add_row(
             label, Text("█" * round(share * 26) or "▏", style="cyan" if high <= limit else "blue"), f"{share:.0%}"
         )
-    return Panel(grid, title=f"age of tokens in versions, limit {limit}", height=7)
+    admitted = int(run.steps[-1].metrics.get("admitted_staleness", limit)) if run.steps else limit
+    title = f"age of tokens in versions, limit {limit}" + (f", now {admitted}" if admitted < limit else "")
+    return Panel(grid, title=title, height=7)
 
 
 def _groups(run: RunView, status: Status) -> Panel:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from streamrl.config import CollapseReaction, Config
+from streamrl.config import Config
 
 HealthState = Literal["healthy", "warning", "collapsing"]
 
@@ -56,14 +56,6 @@ WATCHED = (
 )
 """Metrics that are remembered."""
 
-BRAKED_DEVIATION = 0.02
-"""Mean |ρ - 1| of a window, without the largest step, above which a braked run's learning rate falls in proportion."""
-SLOWER = 0.25
-"""Factor on a slowed run's learning rate while the policy is far from its data, which do not show the effect of a step.
-It ends when the data are fresh, because the policy then has to recover the lost reward."""
-RECOVERY = 25
-"""Steps without a sign after which a slowed run is stale again, at half the staleness that was too much."""
-
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     """Health of a run's policy."""
@@ -92,17 +84,11 @@ HEALTHY = Health()
 
 
 class CollapseWatch(msgspec.Struct, frozen=True):
-    """The state machine: figures of the last steps, the health that they show, and the pace that follows.
+    """The state machine: figures of the last steps, the health that they show, and the staleness that is bearable.
 
     Immutable: each step makes the next one."""
 
     health: Health = HEALTHY
-    lr_scale: float = 1.0
-    """Factor on the policy's learning rate in the next step."""
-    staleness_share: float = 1.0
-    """The factor on `max_staleness` at which groups are admitted from now on."""
-    bearable_share: float = 1.0
-    """The value to which `staleness_share` returns after a slow-down."""
     recent: dict[str, list[float]] = {}
     """Figures of the last `REMEMBERED` steps by name, the latest last."""
     best: float | None = None
@@ -117,6 +103,9 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     """Steps since the last sign that the policy is far from its data."""
     drift: float = 0.0
     """Mean |ρ - 1| of a token for each version of its age; an earlier step counts half as much as the next one."""
+    mismatch: float = 0.0
+    """Mean |ρ - 1| of tokens of age 0, in the last step that had some. It is no drift: engine and trainer compute
+    differently, or the policy moves within a step."""
     near: int | None = None
     """The age, in versions, up to which |ρ - 1| is expected to stay below `staleness.most_drift`; None: no limit."""
 
@@ -132,39 +121,30 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         *,
         step: int,
         turn: Sequence[str],
-        reaction: CollapseReaction,
         age: float = 0.0,
         most_drift: float = 0.0,
     ) -> CollapseWatch:
         """Return the watch after a step with the metrics `figures`; missing metrics are ignored.
 
-        `turn`: settings to recommend; `reaction`: `algorithm.on_collapse`; `age`: mean age of the trained tokens, in
-        versions; `most_drift`: of [staleness].
+        `turn`: settings to recommend; `age`: mean age of the trained tokens, in versions; `most_drift`: of [staleness].
         """
         recent = {
             name: [*self.recent.get(name, []), *([figures[name]] if _is_known(figures, name) else [])][-REMEMBERED:]
             for name in WATCHED
         }
         seen = msgspec.structs.replace(self, recent=recent)
-        return (
-            seen._with_best()._judged(step=step, turn=turn)._paced(reaction)._drifted(figures, age=age, most=most_drift)
-        )
+        return seen._with_best()._judged(step=step, turn=turn)._drifted(figures, age=age, most=most_drift)
 
     def evaluated(self, reward: float) -> CollapseWatch:
         """Return the watch after an evaluation on held-out prompts."""
         return msgspec.structs.replace(self, held_out=[*self.held_out, reward])
 
-    def resumed(self, reaction: CollapseReaction, *, most_drift: float = 0.0) -> CollapseWatch:
+    def resumed(self, *, most_drift: float = 0.0) -> CollapseWatch:
         """Return the watch of a run that continues from a checkpoint.
 
-        A collapsed run has to show signs again to count as collapsing. A run that is no longer to be slowed or braked
-        (`reaction`: `algorithm.on_collapse`) continues at full pace.
+        A collapsed run has to show signs again to count as collapsing.
         """
         found = msgspec.structs.replace(self, near=(self.near or 0) if most_drift else None)
-        if reaction != "slow":
-            found = msgspec.structs.replace(found, staleness_share=1.0, bearable_share=1.0)
-        if reaction not in ("slow", "brake"):
-            found = msgspec.structs.replace(found, lr_scale=1.0)
         if self.health.state != "collapsing":
             return found
         return msgspec.structs.replace(
@@ -173,8 +153,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
 
     def staleness(self, max_staleness: int) -> int:
         """Return by how many versions groups admitted from now on may be stale, with this `max_staleness`."""
-        most = int(self.staleness_share * max_staleness)
-        return most if self.near is None else min(most, self.near)
+        return max_staleness if self.near is None else min(max_staleness, self.near)
 
     def _windows(self, name: str) -> list[list[float]]:
         """Return each `WINDOW` remembered steps in a row, the latest last."""
@@ -219,14 +198,6 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             signs.append(f"gradient norm up to {gradient:.0f} times the usual")
         return signs
 
-    def _brake(self) -> float:
-        """Return the factor on the learning rate of a policy that is far from its data while the reward does not
-        rise."""
-        windows = self._windows("importance_ratio_deviation")
-        if self._rises() or not windows:
-            return 1.0
-        return BRAKED_DEVIATION / max(BRAKED_DEVIATION, fmean(sorted(windows[-1])[:-1]))
-
     def _falls(self) -> list[str]:
         """Return the signs that a reward has fallen."""
         signs = []
@@ -265,42 +236,20 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             )
         return msgspec.structs.replace(self, health=health, since_sign=since_sign, since_lead=since_lead)
 
-    def _paced(self, reaction: CollapseReaction) -> CollapseWatch:
-        """Return the watch with the pace of the next step.
-
-        At any sign a slowed run gets fresh data; while the policy is far from its data, steps are smaller, too. A fall
-        of the reward alone makes them no smaller, because the reward has to be learned again. A braked run takes
-        smaller steps on a plateau, without waiting for signs.
-        """
-        if reaction == "brake":
-            return msgspec.structs.replace(self, lr_scale=self._brake())
-        if reaction != "slow":
-            return self
-        share, bearable = self.staleness_share, self.bearable_share
-        if self.since_sign == 0 and share > 0:
-            share, bearable = 0.0, share / 2
-        elif self.since_sign >= RECOVERY:
-            share = bearable
-        return msgspec.structs.replace(
-            self,
-            lr_scale=SLOWER if self.since_lead == 0 else 1.0,
-            staleness_share=share,
-            bearable_share=bearable,
-        )
-
     def _drifted(self, figures: Mapping[str, float], *, age: float, most: float) -> CollapseWatch:
         """Return the watch with the drift of the last step. The staleness that `most` allows rises by one version a
         step, since the policies of the next steps are not known, and falls at once, but not below 1."""
         if not most:
             return self
-        drift = self.drift
+        fresh = "importance_ratio_deviation/age_0"
+        drift, mismatch = self.drift, figures[fresh] if _is_known(figures, fresh) else self.mismatch
         if age > 0 and _is_known(figures, "importance_ratio_deviation"):
-            now = figures["importance_ratio_deviation"] / age
+            now = max(0.0, figures["importance_ratio_deviation"] - mismatch) / age
             drift = (drift + now) / 2 if drift else now
         near = (self.near or 0) + 1
         if near * drift > most:
             near = max(1, int(most / drift))
-        return msgspec.structs.replace(self, drift=drift, near=near)
+        return msgspec.structs.replace(self, drift=drift, mismatch=mismatch, near=near)
 
 
 def _is_known(figures: Mapping[str, float], name: str) -> bool:

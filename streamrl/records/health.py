@@ -354,7 +354,7 @@ def _against(cause: FrequentFailure | None) -> list[str]:
 def _staleness(run: RunFigures) -> Iterator[Finding]:
     config = run.config or Config()
     eta = config.staleness.max_staleness
-    raised = _staler(config)
+    raised = _staler(run)
     masked, sampled = _total(run, "tokens_masked"), _total(run, "tokens_sampled")
     if sampled and masked / sampled > MASKED:
         yield Finding(
@@ -374,9 +374,13 @@ def _staleness(run: RunFigures) -> Iterator[Finding]:
         )
 
 
-def _staler(config: Config) -> str:
+def _staler(run: RunFigures) -> str:
     """Return the change that makes the pools wait less for each other."""
-    eta = config.staleness.max_staleness
+    config = run.config or Config()
+    eta, drift = config.staleness.max_staleness, config.staleness.most_drift
+    admitted = _mean(run, "admitted_staleness")
+    if drift and admitted is not None and round(admitted) < eta:  # a larger one would change nothing
+        return f"staleness.most_drift={2 * drift:g} (now {drift:g})"
     staleness = f"staleness.max_staleness={max(1, 2 * eta)} (now {eta})"
     if config.trainer.synchronous:  # this graph allows no staleness but 0
         return f'trainer.graph="{ASYNCHRONOUS}" with {staleness}'
@@ -395,7 +399,7 @@ def _pace(run: RunFigures) -> Iterator[Finding]:
             "note",
             "pace",
             f"the trainer waits for data in {waiting:.0%} of its time: generation is the slower pool",
-            [f"gserver.count={2 * count} (now {count})", "gserver.max_running", _staler(config)],
+            [f"gserver.count={2 * count} (now {count})", "gserver.max_running", _staler(run)],
         )
     elif run.generation_busy is not None and run.generation_busy < 1 - WAITING:
         yield Finding(
@@ -403,7 +407,7 @@ def _pace(run: RunFigures) -> Iterator[Finding]:
             "pace",
             f"the gservers compute in {run.generation_busy:.0%} of their time: the trainer is the slower pool, or too "
             "few groups may run",
-            [_staler(config), "rollout.max_concurrent_groups", "trainer.data_parallel"],
+            [_staler(run), "rollout.max_concurrent_groups", "trainer.data_parallel"],
         )
     for figure, what in (
         ("pause_seconds", "generation is paused by weight updates"),

@@ -53,8 +53,6 @@ class StepReport(StepFigures, frozen=True):
 
     seqs: list[int] = []
     """Sequence numbers of the groups in the batch."""
-    admitted_staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """The `max_staleness` at which groups are admitted from now on, in a run that is slowed; None: as configured."""
 
     def finite(self) -> StepReport:
         """Return the report without scalars that JSON cannot represent: infinities and NaN."""

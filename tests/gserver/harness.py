@@ -49,12 +49,12 @@ NO_PROCESS = 2**22
 
 
 def small_config(folder: Path, **sections: dict[str, Any]) -> Config:
-    """One gserver, one worker, batches of 2 groups, η = 1: room for 4 groups at version 0."""
+    """One gserver, one worker, batches of 2 groups, η = 1 from the beginning: room for 4 groups at version 0."""
     tree: dict[str, Any] = {
         "run": {"dir": str(folder)},
         "gserver": {"count": 1},
         "trainer": {"batch_groups": 2},
-        "staleness": {"max_staleness": 1},
+        "staleness": {"max_staleness": 1, "most_drift": 0.0},
         "limits": {"update_seconds": 0.5, "heartbeat_seconds": 0.05},
     }
     for name, section in sections.items():

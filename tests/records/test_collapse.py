@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.config import CollapseReaction, Config, from_dict
-from streamrl.records.collapse import BRAKED_DEVIATION, CALM, RECOVERY, SLOWER, WINDOW, CollapseWatch, advice
+from streamrl.config import Config, from_dict
+from streamrl.records.collapse import CALM, WINDOW, CollapseWatch, advice
 
 HEALTHY = {
     "reward_mean": 0.97,
@@ -29,15 +29,13 @@ FALLEN = {"reward_mean": 0.5}
 BEGINNING = CollapseWatch()
 
 
-def fed(
-    steps: Iterable[dict[str, float]], watch: CollapseWatch = BEGINNING, *, reaction: CollapseReaction = "warn"
-) -> list[CollapseWatch]:
+def fed(steps: Iterable[dict[str, float]], watch: CollapseWatch = BEGINNING) -> list[CollapseWatch]:
     """The watch after each of `steps`, as the master feeds it."""
     found = [watch]
     for figures in steps:
         last = found[-1]
         ratio = {"grad_norm_ratio": last.grad_norm_ratio(figures["grad_norm"])} if "grad_norm" in figures else {}
-        found.append(last.after(figures | ratio, step=len(found), turn=["trainer.lr=1"], reaction=reaction))
+        found.append(last.after(figures | ratio, step=len(found), turn=["trainer.lr=1"]))
     return found[1:]
 
 
@@ -46,7 +44,7 @@ def drifting(deviations: Sequence[float], *, age: float, most: float) -> list[Co
     found = [CollapseWatch(near=0)]
     for step, deviation in enumerate(deviations):
         figures = HEALTHY | {"importance_ratio_deviation": deviation}
-        found.append(found[-1].after(figures, step=step, turn=[], reaction="warn", age=age, most_drift=most))
+        found.append(found[-1].after(figures, step=step, turn=[], age=age, most_drift=most))
     return found
 
 
@@ -157,90 +155,22 @@ any_steps = st.lists(
 )
 
 
-@given(any_steps, any_steps, st.sampled_from(["warn", "brake", "slow"]))
+@given(any_steps, any_steps)
 @settings(deadline=None)
-def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_been_interrupted(before, after, reaction):
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_been_interrupted(before, after):
     before = [HEALTHY] * 20 + before
-    whole = fed(before + after, reaction=reaction)
+    whole = fed(before + after)
     kept = msgspec.json.decode(msgspec.json.encode(whole[len(before) - 1]), type=CollapseWatch)
     assert kept == whole[len(before) - 1]
     if kept.health.state == "collapsing":
-        assert kept.resumed(reaction).health.state == "warning"
-        assert kept.resumed(reaction).lr_scale == kept.lr_scale
+        assert kept.resumed().health.state == "warning"
     else:
-        resumed = [kept.resumed(reaction)]
+        resumed = [kept.resumed()]
         for number, figures in enumerate(after, len(before) + 1):
             ratio = resumed[-1].grad_norm_ratio(figures["grad_norm"])
-            found = resumed[-1].after(
-                figures | {"grad_norm_ratio": ratio}, step=number, turn=["trainer.lr=1"], reaction=reaction
-            )
+            found = resumed[-1].after(figures | {"grad_norm_ratio": ratio}, step=number, turn=["trainer.lr=1"])
             resumed.append(found)
         assert resumed[1:] == whole[len(before) :]
-
-
-@given(any_steps)
-@settings(deadline=None)
-def test_a_slowed_run_has_fresh_data_until_there_was_no_sign_for_a_while(steps):
-    watches = fed([HEALTHY] * 20 + steps, reaction="slow")
-    for before, watch in zip([BEGINNING, *watches], watches, strict=False):
-        assert watch.lr_scale == (SLOWER if watch.since_lead == 0 else 1)
-        assert watch.staleness_share in (0, watch.bearable_share)
-        if watch.since_sign == 0:
-            assert watch.staleness_share == 0
-        if watch.since_sign >= RECOVERY:
-            assert watch.staleness_share == watch.bearable_share
-        began = before.staleness_share > watch.staleness_share
-        assert watch.bearable_share == (before.staleness_share / 2 if began else before.bearable_share)
-        assert 0 <= watch.staleness(7) <= 7
-    calm = fed([HEALTHY] * RECOVERY, watches[-1], reaction="slow")[-1]
-    if calm.since_sign >= RECOVERY:
-        assert (calm.lr_scale, calm.staleness_share) == (1, calm.bearable_share)
-    assert {(watch.lr_scale, watch.staleness(7)) for watch in fed(steps)} <= {(1.0, 7)}
-
-
-def test_a_run_that_relapses_comes_back_less_stale_each_time():
-    episode = [HEALTHY | MOVED] * 4 + [HEALTHY] * 60
-    watches = fed([HEALTHY] * 30 + episode * 4, reaction="slow")
-    paces = [(watch.staleness(8), watch.lr_scale) for watch in watches]
-    changes = [pace for last, pace in zip([None, *paces], paces, strict=False) if pace != last]
-    slowed = [(0, SLOWER), (0, 1)]
-    assert changes == [(8, 1), *slowed, (4, 1), *slowed, (2, 1), *slowed, (1, 1), *slowed]
-    first = states(watches).index("warning")
-    near = next(n for n in range(first, len(watches)) if watches[n].since_lead == 1)
-    assert paces[first - 1 : first + 1] == [(8, 1), (0, SLOWER)]
-    assert [paces.index(pace, first) - near for pace in ((0, 1), (4, 1))] == [0, RECOVERY - 1]
-
-
-def test_a_reward_that_falls_alone_brings_fresh_data_and_no_smaller_steps():
-    watches = fed([HEALTHY] * 30 + [HEALTHY | FALLEN] * 5 + [HEALTHY] * 40, reaction="slow")
-    assert {watch.lr_scale for watch in watches} == {1}
-    found = [watch.staleness(4) for watch in watches]
-    first, last = found.index(0), max(n for n, watch in enumerate(watches) if watch.since_sign == 0)
-    assert states(watches)[first] == "warning"
-    assert found == [4] * first + [0] * (last + RECOVERY - first) + [2] * (len(found) - last - RECOVERY)
-
-
-def test_a_run_that_is_resumed_without_being_slowed_goes_at_its_whole_pace():
-    slowed = fed([HEALTHY] * 30 + [HEALTHY | MOVED] * 4, reaction="slow")[-1]
-    assert (slowed.lr_scale, slowed.staleness(4)) == (SLOWER, 0)
-    kept, whole = slowed.resumed("slow"), slowed.resumed("warn")
-    assert (kept.lr_scale, kept.staleness(4)) == (SLOWER, 0)
-    assert (whole.lr_scale, whole.staleness(4)) == (1, 4)
-    assert fed([HEALTHY] * 100, whole)[-1].staleness(4) == 4
-
-
-def test_a_braked_run_takes_smaller_steps_far_from_its_data_but_not_while_it_learns():
-    far = HEALTHY | {"importance_ratio_deviation": 4 * BRAKED_DEVIATION}
-    watches = fed([HEALTHY] * 30 + [far] * 8 + [HEALTHY] * 8, reaction="brake")
-    scales = [watch.lr_scale for watch in watches]
-    assert scales[:31] == [1] * 31, "the largest step of a window does not count"
-    assert scales[34:38] == [pytest.approx(0.25)] * 4
-    assert scales[31] > scales[32] > scales[33] > scales[34]
-    assert scales[-1] == 1
-    assert {watch.staleness(4) for watch in watches} == {4}
-    learning = [far | {"reward_mean": step / 100} for step in range(100)]
-    assert {watch.lr_scale for watch in fed(learning, reaction="brake")} == {1}
-    assert {watch.lr_scale for watch in fed([HEALTHY] * 30 + [far] * 8)} == {1}
 
 
 def test_advice_names_what_can_be_turned():
@@ -332,6 +262,16 @@ def test_staleness_rises_while_the_policy_is_near_and_falls_when_it_moves() -> N
     assert moved[-1].drift == pytest.approx(0.03, abs=0.01)
 
 
+def test_a_difference_of_the_engine_is_no_drift() -> None:
+    """Tokens of age 0 show how far ρ is from 1 without any."""
+    apart = {"importance_ratio_deviation": 0.3, "importance_ratio_deviation/age_0": 0.3}
+    watch = BEGINNING.after(apart, step=1, turn=[], age=0.0, most_drift=0.1)
+    for step in range(2, 10):
+        watch = watch.after({"importance_ratio_deviation": 0.32}, step=step, turn=[], age=2.0, most_drift=0.1)
+    assert watch.drift == pytest.approx(0.01)
+    assert watch.staleness(8) == 8
+
+
 @given(st.lists(st.floats(0, 5), max_size=60), st.floats(0.01, 8), st.floats(0.001, 1), st.integers(0, 16))
 def test_staleness_rises_by_one_version_a_step(deviations: list[float], age: float, most: float, eta: int) -> None:
     found = [watch.staleness(eta) for watch in drifting(deviations, age=age, most=most)]
@@ -342,6 +282,6 @@ def test_staleness_rises_by_one_version_a_step(deviations: list[float], age: flo
 
 def test_a_resumed_run_keeps_its_drift_and_one_without_the_limit_has_no_more() -> None:
     watch = msgspec.json.decode(msgspec.json.encode(drifting([0.1] * 9, age=2.0, most=0.2)[-1]), type=CollapseWatch)
-    assert watch.resumed("warn", most_drift=0.2).staleness(8) == watch.staleness(8) == 4
-    assert watch.resumed("warn").staleness(8) == 8
-    assert BEGINNING.resumed("warn", most_drift=0.2).staleness(8) == 0
+    assert watch.resumed(most_drift=0.2).staleness(8) == watch.staleness(8) == 4
+    assert watch.resumed().staleness(8) == 8
+    assert BEGINNING.resumed(most_drift=0.2).staleness(8) == 0

@@ -142,6 +142,8 @@ ENGINE = "engine against trainer"
         (with_steps(tokens_dropped=250.0), "warning", "staleness", "20%", "staleness.over_age"),
         (with_steps(wait_seconds=1.5), "note", "pace", "75%", "gserver.count=2 (now 1)"),
         (healthy(generation_busy=0.3), "note", "pace", "30%", "rollout.max_concurrent_groups"),
+        (with_steps(wait_seconds=1.5, admitted_staleness=4.0), "note", "pace", "75%", "max_staleness=8 (now 4)"),
+        (with_steps(wait_seconds=1.5, admitted_staleness=1.0), "note", "pace", "75%", "most_drift=0.2 (now 0.1)"),
         (with_steps(pause_seconds=0.6), "note", "weight updates", "30%", "weights.pause_mode"),
         (with_steps(blocked_seconds=0.6), "note", "weight updates", "30%", "weights.mode"),
         (healthy(restarts={"gserver/1": 1}), "note", "restarts", "logs/gserver-1.log", ""),

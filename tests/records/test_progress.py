@@ -258,7 +258,8 @@ def test_admission_goes_on_as_if_never_interrupted() -> None:
 @pytest.mark.parametrize("groups", [6, 8, 16])
 async def test_a_run_goes_on_with_another_size_of_its_batches(tmp_path: Path, groups: int) -> None:
     """At version 100, after batches of 8; there is room for what five batches need, and for no more."""
-    sections = {"run": {"dir": str(tmp_path)}, "trainer": {"batch_groups": groups}, "staleness": {"max_staleness": 4}}
+    staleness = {"max_staleness": 4, "most_drift": 0.0}
+    sections = {"run": {"dir": str(tmp_path)}, "trainer": {"batch_groups": groups}, "staleness": staleness}
     config = from_dict(sections)  # type: ignore[arg-type]
     made = make_progress(100, trained=[(0, 800)], prompts=progress.prompts_digest(config))
     checkpoint = save(tmp_path, "step-000100", made)

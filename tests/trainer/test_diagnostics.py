@@ -183,7 +183,6 @@ def test_every_figure_is_in_the_table_of_metrics(tmp_path):
     config = from_dict(
         {
             "run": {"dir": str(tmp_path), "total_train_steps": 2},
-            "algorithm": {"on_collapse": "slow"},
             "rollout": {"group_size": 2},
             "metrics": {"sinks": []},
         }

@@ -255,7 +255,6 @@ class GroupCalls:
         self._admitting = False
         self._training_over = False
         self._paused = False
-        self._reaction = config.algorithm.on_collapse
         self._most_drift = config.staleness.most_drift
         ledger.observers.append(state.admissions.wake)
 
@@ -272,7 +271,7 @@ class GroupCalls:
         if begun.data_rows:
             self._set_data(DataFacts(begun.data_rows, begun.data_digest, begun.data_of_tasks))
         self._ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs(), rows=begun.rows)
-        watch = begun.watch.resumed(self._reaction, most_drift=self._most_drift)
+        watch = begun.watch.resumed(most_drift=self._most_drift)
         self._ledger.admitted_staleness = watch.staleness(self._ledger.max_staleness)
         log.info("the run continues at version %d, after %d groups", begun.policy_version, begun.groups_trained)
 
@@ -286,17 +285,13 @@ class GroupCalls:
         self._training_over = True
         self._admitting = False
 
-    def limit_staleness(self, staleness: int | None) -> None:
-        """Admit by this `max_staleness` from now on, if it is less than the configured one; None restores that one."""
-        most = self._ledger.max_staleness
-        before, limit = self._ledger.admitted_staleness, most if staleness is None else min(staleness, most)
-        self._ledger.admitted_staleness = limit
-        if limit != before:
-            log.info("groups are admitted with staleness %d at most from now on (configured: %d)", limit, most)
-            self._state.admissions.wake()
+    def limit_staleness(self, staleness: int) -> None:
+        """Admit by this `max_staleness` from now on, if it is less than the configured one."""
+        self._ledger.admitted_staleness = min(staleness, self._ledger.max_staleness)
+        self._state.admissions.wake()
 
     def set_staleness(self, staleness: int) -> None:
-        """Set `max_staleness` for admission and for batches. A slowed run is limited again after its next step."""
+        """Set `max_staleness` for admission and for batches; from the next step on `most_drift` limits admission."""
         self._ledger.max_staleness = self._ledger.admitted_staleness = staleness
         log.info("max_staleness is %d from now on", staleness)
         self._state.admissions.wake()

@@ -255,12 +255,12 @@ class Manager:
         self._architecture = model
 
     def report(self, report: StepReport) -> None:
-        """Keep the report of a step for /status, and limit admission by its `admitted_staleness`."""
+        """Keep the report of a step for /status, and admit by its `admitted_staleness` from now on."""
         self._last_step = report.finite()
         lineage, kept = self.ledger.lineage, self.ledger.kept
         if kept and report.step == lineage.policy_version + 1:
             record_kept(self._config.run_dir, lineage, groups=kept)
-        self.groups.limit_staleness(report.admitted_staleness)
+        self.groups.limit_staleness(int(report.metrics.get("admitted_staleness", self.ledger.max_staleness)))
 
     def evaluate(self, version: int, *, training_over: bool) -> None:
         """Request one evaluation of `version`, which the gservers serve.

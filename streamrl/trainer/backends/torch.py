@@ -285,7 +285,7 @@ class TorchModel:
             output = self._forward(IDLE)
             (output.values.sum() * 0.0 + output.entropy.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
-    def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
+    def update(self, before_update: Callable[[], None]) -> Update:
         self._check_here()
         if self._optimizer is None:
             raise TrainingError("this model is only computed with, not trained")
@@ -302,7 +302,7 @@ class TorchModel:
             )
         before_update()
         share = min(1.0, self._spec.optimizer.grad_clip / (norm + 1e-6))
-        lr = self._optimizer.step(gradients, scale=share, lr_scale=lr_scale)
+        lr = self._optimizer.step(gradients, scale=share)
         self._forget_gradients()
         return Update(grad_norm=norm, lr=lr, expert_load=self._take_load())
 

@@ -140,7 +140,5 @@ class History:
         self.tokens_dropped = begun.tokens_dropped
         self.evaluation_due = begun.evaluation_due
         self.rewards = list(begun.recent_rewards)
-        self.watch = begun.watch.resumed(
-            self._config.algorithm.on_collapse, most_drift=self._config.staleness.most_drift
-        )
+        self.watch = begun.watch.resumed(most_drift=self._config.staleness.most_drift)
         self._seconds_before = begun.train_seconds

@@ -380,9 +380,7 @@ class Master:
         formed = time.time()
         comparison = self._comparison = self._compare(batch, version=version)
         result = await self._executor.execute_step(
-            batch,
-            compared=comparison.response if comparison is not None else None,
-            lr_scale=self._history.watch.lr_scale,
+            batch, compared=comparison.response if comparison is not None else None
         )
         self._history.policy_version += 1
         held = self._buffer.trained_on(meta.seq for meta in batch)
@@ -411,25 +409,16 @@ class Master:
 
     def _look_after(self, figures: dict[str, float], *, age: float) -> dict[str, float]:
         """Update the run's health by the last step, on tokens of mean `age`; return additional figures of the step."""
-        watch, algorithm = self._history.watch, self._config.algorithm
+        watch = self._history.watch
         more = {"grad_norm_ratio": watch.grad_norm_ratio(figures["grad_norm"])}
-        if algorithm.on_collapse in ("slow", "brake"):
-            more["lr_scale"] = watch.lr_scale
         self._history.watch = watch.after(
             figures | more,
             step=self.policy_version,
             turn=advice(self._config),
-            reaction=algorithm.on_collapse,
             age=age,
             most_drift=self._config.staleness.most_drift,
         )
-        return more
-
-    def _admitted_staleness(self) -> int | None:
-        """Return the `max_staleness` for admissions from now on, or None for the configured one."""
-        configured = self._ledger.max_staleness
-        found = self._history.watch.staleness(configured)
-        return found if found < configured else None
+        return more | {"admitted_staleness": self._history.watch.staleness(self._ledger.max_staleness)}
 
     def _compare(self, batch: Sequence[SampleMeta], *, version: int) -> Comparison | None:
         """Begin to compare gservers and trainer under `version`, on a response of the first minibatch. Simulated
@@ -522,7 +511,6 @@ class Master:
             spans=[(span.name, span.begin, span.end) for span in spans],
             seqs=[meta.seq for meta in batch],
             health=self._history.watch.health,
-            admitted_staleness=self._admitted_staleness(),
             response_lengths=sample_of_lengths(batch),
         )
 

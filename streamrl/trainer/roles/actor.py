@@ -139,7 +139,7 @@ class Actor:
             return found.loss
 
         self.model.accumulate(micros, loss)
-        update = optimizer_step(self.model, statistics, before_update=before_update, lr_scale=minibatch.lr_scale)
+        update = optimizer_step(self.model, statistics, before_update=before_update)
         figures.read_into(statistics)
         for micro, output in outputs:
             if wanted is not None:

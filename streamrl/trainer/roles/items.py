@@ -107,8 +107,6 @@ class Minibatch(msgspec.Struct, frozen=True):
     """Attempts at prompts."""
     compared: Sibling | None = None
     """The response for which to compute log-probabilities before the update, at temperature 1."""
-    lr_scale: float = 1.0
-    """Factor of the policy's learning rate."""
     kept: frozenset[int] = frozenset()
     """Sequence numbers of the groups for which to keep outputs before the update."""
 
@@ -172,9 +170,7 @@ def unpack(
     return result
 
 
-def optimizer_step(
-    model: ParallelModel, statistics: StepStatistics, *, before_update: Callable[[], None], lr_scale: float = 1.0
-) -> Update:
+def optimizer_step(model: ParallelModel, statistics: StepStatistics, *, before_update: Callable[[], None]) -> Update:
     """Have `model` take its optimizer step, and note its seconds after the return of `before_update`, which may wait.
     Collective."""
     began = time.perf_counter()
@@ -184,7 +180,7 @@ def optimizer_step(
         before_update()
         began = time.perf_counter()
 
-    update = model.update(update_begins, lr_scale=lr_scale)
+    update = model.update(update_begins)
     statistics.update_seconds += time.perf_counter() - began
     return update
 

@@ -260,9 +260,10 @@ async def test_admission_stops_at_the_ledgers_bound(tmp_path: Path) -> None:
         await waiting(run.admit())
 
 
-async def test_a_run_that_is_slowed_admits_less_until_it_is_not(tmp_path: Path) -> None:
-    def report(step: int, staleness: int | None) -> StepReport:
-        return StepReport(step=step, time=1.0, metrics={}, token_ages={}, admitted_staleness=staleness)
+async def test_a_run_admits_by_the_staleness_that_its_last_step_reports(tmp_path: Path) -> None:
+    def report(step: int, staleness: float | None) -> StepReport:
+        metrics = {} if staleness is None else {"admitted_staleness": staleness}
+        return StepReport(step=step, time=1.0, metrics=metrics, token_ages={})
 
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)

@@ -113,7 +113,6 @@ def record(config: Config, steps: range, *, save: bool = False) -> list[TrainRep
                     *(mfc.name, version, version - former.max_staleness, minibatches, Sibling(seqs[0], 1)),
                     pre_hooks=pre.due(version),
                     post_hooks=post.due(version + 1),
-                    lr_scale=0.5 if step == 2 else 1.0,  # as a run does that notices that it is about to collapse
                 )
             )
             assert isinstance(answer, TrainReply)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +22,8 @@ from streamrl.cli_options import SIZES, command, described, load_help_renderer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from streamrl.launch.processes import MemberRole
 
 app = typer.Typer(
     name="streamrl",
@@ -56,8 +57,8 @@ def run(
     """Run everything on this machine: controller, gservers, trainer, rollout workers."""
     from streamrl.launch.local import run_here
 
-    code = run_here(config, overrides or (), _console(), resume=resume_newest, page=page, reports=answer_fd)
-    raise typer.Exit(code)
+    settings = overrides or ()
+    raise typer.Exit(run_here(config, settings, _console(), resume=resume_newest, page=page, reports=answer_fd))
 
 
 @command(app)
@@ -91,7 +92,7 @@ def controller(
 ) -> None:
     """Start the controller, which all others join. Prints its URL, and at the end a report of the run."""
     from streamrl.launch.ending import report_end
-    from streamrl.launch.role import run_controller
+    from streamrl.launch.role import answering, run_controller
 
     settings = [*(overrides or ()), *(["--resume"] if resume else [])]
 
@@ -108,16 +109,16 @@ def controller(
         advertise=advertise,
         resume=resume,
         died=died,
-        on_ready=_answering(answer_fd, show_url),
+        on_ready=answering(answer_fd, show_url),
         on_end=partial(report_end, console=_console()) if answer_fd is None else None,
     )
     raise typer.Exit(code)
 
 
-def _add_elastic(role: Literal["gserver", "rollout"], text: str) -> None:
-    """Add the command that starts processes of a role that may join and leave in the middle of a run."""
+def _add_members(role: MemberRole, text: str, *, hidden: bool = False) -> None:
+    """Add the command that starts processes of a role; `hidden`: they do not join in the middle of a run."""
 
-    @command(app, POOLS, name=role, help=text)
+    @command(app, POOLS, name=role.replace("_", "-"), help=text, hidden=hidden)
     def start(
         config: Path,
         overrides: list[str] | None = None,
@@ -128,6 +129,7 @@ def _add_elastic(role: Literal["gserver", "rollout"], text: str) -> None:
         index: int | None = None,
         advertise: str = "",
     ) -> None:
+        from streamrl.errors import ConfigError
         from streamrl.launch.processes import ProcessCommands
 
         commands = ProcessCommands(config, overrides or (), manager, advertise, resume)
@@ -136,16 +138,15 @@ def _add_elastic(role: Literal["gserver", "rollout"], text: str) -> None:
 
             raise typer.Exit(run_member(role, commands, index=index))
         if index is not None:
-            from streamrl.errors import ConfigError
-
             raise ConfigError(f"--index {index} is of one process; with --count {count} the controller assigns them")
         from streamrl.launch.pool import run_pool
 
         raise typer.Exit(run_pool(role, count, commands))
 
 
-_add_elastic("gserver", "Start inference servers, also in the middle of a run.")
-_add_elastic("rollout", "Start rollout workers, also in the middle of a run.")
+_add_members("gserver", "Start inference servers, also in the middle of a run.")
+_add_members("rollout", "Start rollout workers, also in the middle of a run.")
+_add_members("model_worker", "Start one model worker.", hidden=True)
 
 
 @command(app, POOLS)
@@ -168,29 +169,11 @@ def trainer(
 
 
 @command(app, hidden=True)
-def model_worker(
-    config: Path,
-    overrides: list[str] | None = None,
-    *,
-    manager: str,
-    index: int = 0,
-    resume: bool = False,
-    advertise: str = "",
-) -> None:
-    """Start one model worker."""
-    from streamrl.launch.processes import ProcessCommands
-    from streamrl.launch.role import run_member
-
-    commands = ProcessCommands(config, overrides or (), manager, advertise, resume)
-    raise typer.Exit(run_member("model_worker", commands, index=index))
-
-
-@command(app, hidden=True)
 def checkpoint(config: Path, overrides: list[str] | None = None, answer_fd: int | None = None) -> None:
     """Make the folder with the run's initial weights and tokenizer, and print its path."""
-    from streamrl.launch.role import run_checkpoint
+    from streamrl.launch.role import answering, run_checkpoint
 
-    raise typer.Exit(run_checkpoint(config, overrides or (), on_ready=_answering(answer_fd, _show)))
+    raise typer.Exit(run_checkpoint(config, overrides or (), on_ready=answering(answer_fd, _show)))
 
 
 @command(app, hidden=True)
@@ -202,20 +185,23 @@ def replay_rank(config: Path, run_dir: Path, *, index: int = 0, last_step: int, 
     raise typer.Exit(code)
 
 
-def _add_removed(name: str, why: str) -> None:
-    """Add the hidden command `name` of earlier versions, which fails with the reason `why`."""
-
-    @command(app, name=name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-    def refuse() -> None:
-        from streamrl.errors import ConfigError
-
-        raise ConfigError(f"there is no `streamrl {name}` any more: {why}")
+REMOVED = {
+    **dict.fromkeys(("manager", "master"), "`streamrl controller CONFIG` starts the process of both"),
+    "evaluator": "rollout workers make evaluations, and `streamrl rollout CONFIG` starts these",
+}
+"""Commands of earlier versions, and their replacements."""
 
 
-ONE_CONTROLLER = "manager and master are one process, which `streamrl controller CONFIG` starts"
-_add_removed("manager", ONE_CONTROLLER)
-_add_removed("master", ONE_CONTROLLER)
-_add_removed("evaluator", "rollout workers make evaluations, and `streamrl rollout CONFIG` starts these")
+def _refuse_removed(given: typer.Context) -> None:
+    from streamrl.errors import ConfigError
+
+    raise ConfigError(f"there is no `streamrl {given.info_name}` any more: {REMOVED[given.info_name or '']}")
+
+
+for old in REMOVED:
+    app.command(old, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(
+        _refuse_removed
+    )
 
 
 @command(app, POOLS)
@@ -290,45 +276,13 @@ def check(
     """Try the parts that a run would need: data, model, reward function, ports, folders; show its processes."""
     if (checked_config is None) == (model is None):
         raise typer.BadParameter("give either a CONFIG or --model PATH")
+    from streamrl.launch import check as checks
+
     if checked_config is None:
-        _check_model(model or Path(), full=full)
-        return
-    from rich.syntax import Syntax
-
-    from streamrl import config as configuration
-    from streamrl.launch.dashboard import plan_table
-    from streamrl.launch.process import set_up_logging
-    from streamrl.launch.processes import plan, visible_gpus
-
-    set_up_logging("check")
-    resolved = configuration.load(checked_config, overrides or ())
-    toml = configuration.to_toml(resolved, only_changed=not everything)
-    if not everything:
-        toml = f"# settings that differ from the defaults (--all shows all settings)\n{toml}"
-    if (console := _console()).is_terminal:
-        console.print(Syntax(toml, "toml", background_color="default"))
-    else:
-        _show(toml)
-    console.print(plan_table(plan(resolved, gpus=visible_gpus())))
-    from streamrl.launch.check import check_run  # imports torch, which takes seconds
-
-    raise typer.Exit(check_run(resolved, console, _console(stderr=True), file=checked_config))
-
-
-def _check_model(folder: Path, *, full: bool) -> None:
-    """Print how trainer and embedded engine compute the model in `folder`; exit with 1 if a part fails."""
-    from rich.table import Table
-
-    from streamrl.launch.model_check import check_model
-    from streamrl.launch.process import set_up_logging
-
-    set_up_logging("check")
-    table = Table("part", "result", "why")
-    results = check_model(folder.expanduser(), full=full)
-    for result in results:
-        table.add_row(*result)
-    _console().print(table)
-    raise typer.Exit(int(any(result.verdict == "fails" for result in results)))
+        raise typer.Exit(checks.check_model(model or Path(), _console(), full=full))
+    errors = _console(stderr=True)
+    code = checks.check_config(checked_config, overrides or (), _console(), errors, everything=everything)
+    raise typer.Exit(code)
 
 
 @command(app, LOOK)
@@ -419,6 +373,7 @@ def page(
     """Show runs in a browser, during a run or after its end: figures, pools, every token of their rollouts."""
     from streamrl.children import Lifeline
     from streamrl.launch.process import run_until_stopped, set_up_logging
+    from streamrl.launch.role import answering
     from streamrl.page.server import serve
     from streamrl.records.view import found_in
     from streamrl.transport.keys import read_key
@@ -432,7 +387,7 @@ def page(
         _show(url)
         _console(stderr=True).print("this address gives access to the runs; Ctrl-C ends the page", style="dim")
 
-    on_ready, lifeline = _answering(answer_fd, show_url), Lifeline.from_environment()
+    on_ready, lifeline = answering(answer_fd, show_url), Lifeline.from_environment()
     served = partial(serve, folders, host=host, port=port, token=token, on_ready=on_ready)
     raise typer.Exit(run_until_stopped(served, lifeline=lifeline))
 
@@ -476,14 +431,10 @@ def slurm(
     template: Path | None = None,
 ) -> None:
     """Submit the run as one Slurm job: controller and trainer, gservers and rollout workers on nodes of their own."""
-    from streamrl.launch import slurm as cluster
+    from streamrl.launch.slurm import run_on_slurm
 
-    words = overrides or ()
-    if dry_run:
-        typer.echo(cluster.shown(config, words, template=template), nl=False)
-    else:
-        code = cluster.run_on_slurm(config, words, _console(), resume=resume_newest, wait=wait, template=template)
-        raise typer.Exit(code)
+    options: dict[str, Any] = {"dry_run": dry_run, "resume": resume_newest, "wait": wait, "template": template}
+    raise typer.Exit(run_on_slurm(config, overrides or (), _console(), **options))
 
 
 @command(launch)
@@ -497,18 +448,14 @@ def ray(
     """Start the run on a Ray cluster and stay until its end; Ctrl-C ends it. Needs the extra streamrl\\[ray]."""
     from importlib.util import find_spec
 
-    from streamrl import config as configuration
     from streamrl.errors import ConfigError
 
     if find_spec("ray") is None:
         raise ConfigError("Ray is not installed: pip install 'streamrl[ray]'")
-    from streamrl.launch import ray as cluster
+    from streamrl.launch.ray import run_there
 
-    words = overrides or ()
-    if dry_run:
-        _console().print(cluster.table(configuration.load(config, words)))
-    else:
-        raise typer.Exit(cluster.run_there(config, words, _console(), address=address, resume=resume_newest))
+    options: dict[str, Any] = {"dry_run": dry_run, "resume": resume_newest, "address": address}
+    raise typer.Exit(run_there(config, overrides or (), _console(), **options))
 
 
 @command(launch)
@@ -516,14 +463,9 @@ def kubernetes(
     config: Path, overrides: list[str] | None = None, dry_run: bool = False, template: Path | None = None
 ) -> None:
     """Start the run on Kubernetes (kubectl apply), or show its manifests. It continues a run of the same name."""
-    from streamrl import config as configuration
-    from streamrl.launch import kubernetes as cluster
+    from streamrl.launch.kubernetes import run_on_kubernetes
 
-    manifests = cluster.manifests(configuration.load(config, overrides or ()), template=template)
-    if dry_run:
-        typer.echo(manifests, nl=False)
-    else:
-        _show(cluster.apply(manifests))
+    run_on_kubernetes(config, overrides or (), _console(), dry_run=dry_run, template=template)
 
 
 # --- the program ---
@@ -566,10 +508,3 @@ def _show_result(module: Any, result: Any, *, as_json: bool) -> None:
         typer.echo(module.as_json(result))
     else:
         _console().print(module.shown(result))
-
-
-def _answering(answer_fd: int | None, show: Callable[[str], None]) -> Callable[[str], None]:
-    """Return the function with which a process reports that it is ready: to its launcher, or to the user by `show`."""
-    from streamrl.launch.role import answer
-
-    return show if answer_fd is None else partial(answer, answer_fd)

@@ -171,8 +171,8 @@ def test_a_run_that_cannot_begin_leaves_no_folder_and_reports_nothing(config: Pa
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["manager", "CONFIG", "--port", "7000"], cli.ONE_CONTROLLER),
-        (["master", "--manager", "http://h:1"], cli.ONE_CONTROLLER),
+        (["manager", "CONFIG", "--port", "7000"], cli.REMOVED["manager"]),
+        (["master", "--manager", "http://h:1"], cli.REMOVED["master"]),
         (
             ["evaluator", "CONFIG", "--manager", "http://h:1"],
             "rollout workers make evaluations, and `streamrl rollout CONFIG` starts these",

@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.config import Config
-from streamrl.launch.processes import ProcessPlan
 from streamrl.records.evaluation import in_words
 from streamrl.records.health import Finding
 from streamrl.records.metrics import TASK, StepFigures, mean_age, of_tasks, seconds_between
@@ -163,16 +162,6 @@ def dashboard(
         _processes(status, rows),
         _warnings(warnings, findings),
     )
-
-
-def plan_table(processes: Sequence[ProcessPlan]) -> Table:
-    """Return a table of the processes that a configuration would start, one row for each role and device."""
-    table = Table()
-    for heading in ("role", "count", "threads each", "device"):
-        table.add_column(heading, justify="right" if heading in ("count", "threads each") else "left")
-    for (role, threads, device), count in Counter((p.role, p.threads, p.device) for p in processes).items():
-        table.add_row(role, str(count), str(threads), device)
-    return table
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

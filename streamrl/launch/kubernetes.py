@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from streamrl import config as configuration
 from streamrl.config import Config
@@ -31,6 +32,14 @@ PURPOSES: Mapping[str, str] = {
     "claim": "name a PersistentVolumeClaim for the run's folder that several nodes can mount (docs/clusters.md)",
 }
 """Settings that are needed, and their purposes."""
+
+
+def run_on_kubernetes(
+    config_file: Path, overrides: Sequence[str], console: Console, *, dry_run: bool, template: Path | None
+) -> None:
+    """Apply the manifests of a run, and show kubectl's output; `dry_run`: only show the manifests."""
+    whole = manifests(configuration.load(config_file, overrides), template=template)
+    console.out(whole.rstrip("\n") if dry_run else apply(whole), highlight=False)
 
 
 def manifests(config: Config, *, template: Path | None = None) -> str:

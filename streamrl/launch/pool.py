@@ -39,7 +39,7 @@ from streamrl.transport.secret import await_secret, of_run_at
 log = logging.getLogger(__name__)
 
 
-def run_pool(role: Literal["gserver", "rollout"], count: int, commands: ProcessCommands) -> int:
+def run_pool(role: MemberRole, count: int, commands: ProcessCommands) -> int:
     """Run `count` gservers or rollout workers on this machine; return the exit code. The first signal makes them leave
     the run, which continues."""
     set_up_logging(f"{role}s")

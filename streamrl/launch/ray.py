@@ -306,15 +306,21 @@ class KeptChildren(Children):
         return child
 
 
-def run_there(config_file: Path, overrides: Sequence[str], console: Console, *, address: str, resume: bool) -> int:
+def run_there(
+    config_file: Path, overrides: Sequence[str], console: Console, *, dry_run: bool, address: str, resume: bool
+) -> int:
     """Claim the folder of a run, or find the one to resume; carry out the run on the Ray cluster at `address`, and show
-    its report; return the exit code.
+    its report; return the exit code. `dry_run`: only show what it would request.
 
     After the death of a model worker or the controller the run is restarted from its latest checkpoint, at most
     `restarts.number` times. Raises as `run_here` does, and `DeadlineExceeded` if the cluster has no room.
     """
     set_up_logging("ray")
-    config = run_folder(configuration.load(config_file, overrides), overrides, console, resume=resume)
+    asked = configuration.load(config_file, overrides)
+    if dry_run:
+        console.print(table(asked))
+        return 0
+    config = run_folder(asked, overrides, console, resume=resume)
     again = resume_words(["streamrl", "launch", "ray"], config_file, overrides, config.run_dir)
     with reported(config.run_dir, console, again=again), _connected(address):
         run = _RestartingRun(config, console)

@@ -1,6 +1,6 @@
 """One role's component in this process: configuration, threads, model folder, and then its `serve`.
 
-A line for the launcher is sent through a pipe (`answer`); everything else is the same whether a person or a launcher
+A line for the launcher is sent through a pipe (`answering`); everything else is the same whether a person or a launcher
 started the process. A process that joins a running run requests an index from the controller first, and permission to
 leave before it ends.
 """
@@ -246,10 +246,15 @@ def run_replay_rank(config_file: Path, *, run_dir: Path, index: int, last_step: 
     return run_component(prepare)
 
 
-def answer(descriptor: int, line: str) -> None:
-    """Send the launcher one line."""
-    with os.fdopen(descriptor, "w") as pipe:
-        pipe.write(f"{line}\n")
+def answering(descriptor: int | None, show: Callable[[str], None]) -> Callable[[str], None]:
+    """Return the function that reports a line: to the launcher, through the pipe `descriptor`, or else by `show`."""
+
+    def answer(line: str) -> None:
+        assert descriptor is not None
+        with os.fdopen(descriptor, "w") as pipe:
+            pipe.write(f"{line}\n")
+
+    return show if descriptor is None else answer
 
 
 def _component(role: str, config: Config) -> Callable[..., Any]:

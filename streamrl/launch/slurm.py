@@ -73,21 +73,27 @@ class Nodes(msgspec.Struct, frozen=True):
         return tuple(self.options), self.gpus
 
 
-def shown(config_file: Path, overrides: Sequence[str], *, template: Path | None) -> str:
-    """Return the script of a new run."""
-    set_up_logging("slurm")
-    config = configuration.load(config_file, overrides)
-    return script(config, config_file=config.run_dir / SETTINGS, folder=Path.cwd(), template=template)
-
-
 def run_on_slurm(
-    config_file: Path, overrides: Sequence[str], console: Console, *, resume: bool, wait: bool, template: Path | None
+    config_file: Path,
+    overrides: Sequence[str],
+    console: Console,
+    *,
+    dry_run: bool,
+    resume: bool,
+    wait: bool,
+    template: Path | None,
 ) -> int:
-    """Submit a run as a Slurm job, or resume one; return the exit code. `wait`: stay until the end of the job."""
+    """Submit a run as a Slurm job, or resume one; return the exit code.
+
+    `dry_run`: only show the script. `wait`: stay until the end of the job.
+    """
     set_up_logging("slurm")
     asked = configuration.load(config_file, overrides)
     folder = Path.cwd()
-    script(asked, config_file=Path(), folder=folder, template=template)  # rejects a job before the folder is made
+    text = script(asked, config_file=asked.run_dir / SETTINGS, folder=folder, template=template)  # may reject the job
+    if dry_run:
+        console.out(text, end="", highlight=False)
+        return 0
     resolved = run_folder(asked, overrides, console, resume=resume)
     asked = msgspec.structs.replace(asked, run=msgspec.structs.replace(asked.run, name=resolved.run.name))
 

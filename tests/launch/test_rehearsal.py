@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from streamrl.config import from_dict
-from streamrl.launch import check
-from streamrl.launch.check import Rehearsal, rehearse
+from streamrl.launch import rehearsal
+from streamrl.launch.rehearsal import Rehearsal, rehearse
 
 SCRATCH: dict[str, Any] = {
     "model": {"path": "scratch", "scratch": {"alphabet": "0123456789= ", "hidden_size": 32, "layers": 1}},
@@ -47,7 +47,7 @@ def test_what_works_is_told_with_what_was_seen(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-HERE = "tests.launch.test_check"
+HERE = "tests.launch.test_rehearsal"
 REWARDS = "tests.launch.bad_rewards"
 MEGATRON = {"backend": "megatron", "tensor_parallel": 2}
 
@@ -68,7 +68,7 @@ MEGATRON = {"backend": "megatron", "tensor_parallel": 2}
         ("data", {"path": f"{HERE}:rows"}, "data: TypeError: "),
         ("data", {"max_prompt_tokens": 4}, r"each of the first 16 prompts is longer than .* \(5 to 5 tokens\)"),
         ("trainer", {"graph": f"{HERE}:absent"}, "trainer.graph = .* has no absent"),
-        ("run", {"dir": f"{__file__}/runs"}, "run.dir: .* cannot be made: .*test_check.py is a file"),
+        ("run", {"dir": f"{__file__}/runs"}, "run.dir: .* cannot be made: .*test_rehearsal.py is a file"),
         ("run", {"device": "cuda"}, 'run.device = "cuda", and this machine has no GPU'),
         ("run", {"host": "203.0.113.7"}, 'run.host = "203.0.113.7": nothing can listen there'),
         ("gserver", {"api_key_env": "NOT_SET_HERE"}, "NOT_SET_HERE"),
@@ -119,7 +119,7 @@ def test_rows_without_a_prompt_are_found_wherever_they_are(tmp_path: Path, monke
     found = rehearsed(tmp_path, data=rows(tmp_path, good, *[bad] * 7) | {"shuffle": False})
     assert [line.partition("rows.jsonl, ")[2][:7] for line in found.wrong[:-1]] == ["line 2:", "line 3:", "line 4:"]
     assert found.wrong[-1] == "data: 7 of 8 rows cannot be used; the first 3 of them are named"
-    monkeypatch.setattr(check, "ROWS", 30)
+    monkeypatch.setattr(rehearsal, "ROWS", 30)
     found = rehearsed(tmp_path, data=rows(tmp_path, *[good] * 40))
     assert "the last 10 rows were not read" in found.untried
 
@@ -166,7 +166,7 @@ def test_rows_that_the_reward_function_fails_on_are_found_wherever_they_are(tmp_
 
 
 def test_a_slow_reward_function_does_not_hold_up_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "SCORING_SECONDS", 0.0)
+    monkeypatch.setattr(rehearsal, "SCORING_SECONDS", 0.0)
     given = [{"prompt": "1=", "answer": str(index)} for index in range(40)]
     found = rehearsed(tmp_path, **scored_by("equal", **rows(tmp_path, *given)))
     assert any(line.startswith("rows from 0 on were not scored") for line in found.untried)

@@ -10,7 +10,6 @@ import torch
 from streamrl.errors import ConfigError, ModelError
 from streamrl.export import export
 from streamrl.records import progress
-from streamrl.trainer.worker.checkpoint import write_folder
 
 EXPORTS = "exports"
 """Default folder of exports, in the run's folder."""
@@ -33,7 +32,7 @@ def export_run(run_dir: Path, *, step: int | None, to: Path | None, dtype: str) 
     if target.exists():
         raise ConfigError(f"{target} exists already; remove it, or name another folder by --to")
     try:
-        write_folder(target, lambda folder: export(checkpoint, folder, dtype=DTYPES[dtype]))
+        progress.write_folder(target, lambda folder: export(checkpoint, folder, dtype=DTYPES[dtype]))
     except OSError as error:
         raise ModelError(
             f"{target} cannot be written: {error}; make room there, or name another folder by --to"

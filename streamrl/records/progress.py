@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 STATE = "state"
 FILE = "progress.json"
 UNFINISHED = ".unfinished"
+REPLACED = ".replaced"
+"""Suffix of an older checkpoint of the same name, until the new one has replaced it."""
 
 Record = TypeVar("Record")
 
@@ -237,16 +239,9 @@ def copy_latest_snapshot(run_dir: Path) -> None:
     found = checkpoints(run_dir)
     if found and found[-1].parent == snapshots.folder_of(run_dir):
         target = run_dir / "checkpoints" / found[-1].name
-        unfinished = target.with_name(target.name + UNFINISHED)
-        shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            shutil.copytree(found[-1], unfinished)
-            all_to_disk(unfinished)
-            if target.exists():
-                remove(target)
-            unfinished.rename(target)
-        except (OSError, shutil.Error) as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            write_folder(target, lambda folder: shutil.copytree(found[-1], folder, dirs_exist_ok=True))
+        except OSError as error:
             raise DataError(
                 f"the snapshot {found[-1]} cannot be copied to {target} ({error}): make room there, then continue with "
                 "--resume; until then it stays in memory"
@@ -254,8 +249,46 @@ def copy_latest_snapshot(run_dir: Path) -> None:
         log.info("%s was copied from memory", target)
 
 
-def prune(folder: Path, *, keep: int, spare: str | None, run_dir: Path | None = None, pattern: str = "step-*") -> None:
-    """Remove all but the `keep` latest checkpoints in `folder` that match `pattern`, abandoned ones first.
+def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill a temporary folder, which then replaces `folder`, or is removed if `write` fails."""
+    temporary = unfinished_folder(folder)
+    make_anew(temporary)
+    try:
+        write(temporary)
+        all_to_disk(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    put(temporary, folder)
+
+
+def unfinished_folder(folder: Path) -> Path:
+    """Return the temporary folder of `folder`."""
+    return folder.with_name(folder.name + UNFINISHED)
+
+
+def make_anew(folder: Path) -> None:
+    """Make an empty `folder`."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def put(temporary: Path, folder: Path) -> None:
+    """Replace the checkpoint `folder` by `temporary`, whose content is on the disk."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    if folder.exists():
+        if replaced.exists():
+            remove(replaced)
+        folder.rename(replaced)  # a run that is killed here continues from it under this name
+    temporary.rename(folder)
+    if replaced.exists():
+        remove(replaced)
+    to_disk(folder.parent)
+
+
+def prune(folder: Path, *, keep: int, spare: str | None, run_dir: Path | None = None) -> None:
+    """Remove all but the `keep` latest checkpoints in `folder`, abandoned ones first.
 
     These stay in any case: the checkpoint from which the run was started or resumed last, since its launcher restarts
     processes from it; `spare`, from whose folder settings and tokenizer are copied; on the disk also the last one of
@@ -264,7 +297,7 @@ def prune(folder: Path, *, keep: int, spare: str | None, run_dir: Path | None = 
     """
     for path in folder.glob(f"*{UNFINISHED}"):  # a killed run was writing or removing these
         _clear(path)
-    whole = [path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED)]
+    whole = [path for path in folder.glob("step-*") if not path.name.endswith(UNFINISHED)]
     run_dir = run_dir or folder.parent
     found = sorted(whole, key=_age_in(run_dir))
     healthy = _last_healthy(found) if folder.parent == run_dir else None

@@ -357,7 +357,7 @@ class Recorder:
         self._trains = {mfc.name for mfc in graph.mfcs if mfc.interface == "train_step"}
         self._keys = kept_keys(graph)
         self._data = data
-        self._writer = writer
+        self.writer = writer
         self._rank = rank
         self._calls: list[BatchCall] = []
         self._answers: list[TrainReply] = []
@@ -380,13 +380,6 @@ class Recorder:
         if self._trains <= {done.mfc for done in self._calls}:
             self._end_step(call.policy_version + 1)
 
-    def to_disk(self) -> None:
-        """Wait until the steps so far are on the disk, as `RecordWriter.to_disk`. From any thread."""
-        self._writer.to_disk()
-
-    def close(self) -> None:
-        self._writer.close()
-
     def _end_step(self, step: int) -> None:
         given = {}
         for key in self._keys:
@@ -394,9 +387,7 @@ class Recorder:
             present = [array for array in arrays if array is not None]
             if len(present) == len(arrays):
                 given[key] = present
-        self._writer.keep(
-            RecordedStep(step, self._rank, self._calls, self._answers, list(self._groups.values()), given)
-        )
+        self.writer.keep(RecordedStep(step, self._rank, self._calls, self._answers, list(self._groups.values()), given))
         self._calls, self._answers, self._groups = [], [], {}
 
 

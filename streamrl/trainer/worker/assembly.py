@@ -99,11 +99,10 @@ class Assembly:
         if self._config.model.lora is not None:  # the reference is the base model of the adapter
             adapted = cast(AdaptedModel, self.actor.model)
             return self._policy(adapted, "ref", inferring=adapted.without_adapter)
-        folder = initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir
         moved, share = self._resumed(REFERENCE), graph_of(self._config).share_taken_by("ref")
         self.reference_changes = moved is not None or share is not None
         averaged = share is not None and share < 1
-        model = self._model("ref", moved or folder, head="tokens", averaged=averaged)
+        model = self._model("ref", moved or self._first_weights(), head="tokens", averaged=averaged)
         return self._policy(model, "ref")
 
     def _critic(self) -> Role:
@@ -203,9 +202,15 @@ class Assembly:
             router_aux_loss_coef=config.algorithm.router_aux_loss_coef if role == "actor" else 0.0,
             replay_routing=trainer.replay_routing and role == "actor",
         )
-        make = _BACKENDS[role_config(trainer, role).backend]
+        layout = self.layout(role)
         with without_garbage_collection():
-            return make(spec, self.layout(role), self.rank, config.limits.call_seconds)
+            if role_config(trainer, role).backend == "torch":
+                from streamrl.trainer.backends.torch import TorchModel
+
+                return TorchModel(spec, world=layout.world, context=layout.context)
+            with megatron_needed():
+                from streamrl.trainer.backends.megatron.model import MegatronModel
+            return MegatronModel(spec, layout=layout, rank=self.rank, timeout_seconds=config.limits.call_seconds)
 
 
 def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, world: int) -> None:
@@ -274,21 +279,3 @@ def megatron_needed() -> Iterator[None]:
         raise ModelError(
             f'trainer.backend = "megatron" needs Megatron Core ({error}); run: pip install "streamrl[megatron]"'
         ) from error
-
-
-def _torch_model(spec: ModelSpec, layout: Layout, rank: int, timeout: float) -> ParallelModel:
-    from streamrl.trainer.backends.torch import TorchModel
-
-    return TorchModel(spec, world=layout.world, context=layout.context)
-
-
-def _megatron_model(spec: ModelSpec, layout: Layout, rank: int, timeout: float) -> ParallelModel:
-    with megatron_needed():
-        from streamrl.trainer.backends.megatron.model import MegatronModel
-    return MegatronModel(spec, layout=layout, rank=rank, timeout_seconds=timeout)
-
-
-_BACKENDS: dict[str, Callable[[ModelSpec, Layout, int, float], ParallelModel]] = {
-    "torch": _torch_model,
-    "megatron": _megatron_model,
-}

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from streamrl.config import Config, LoraConfig
 from streamrl.device import compute_with
-from streamrl.disk import all_to_disk, to_disk
+from streamrl.disk import all_to_disk
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost
 from streamrl.export import copy_base, copy_settings, make_whole
 from streamrl.lora import TENSORS as ADAPTER
@@ -155,9 +155,6 @@ def _naming(whom: str) -> Iterator[None]:
 
 # --- checkpoint ---
 
-REPLACED = ".replaced"
-"""Suffix of an older checkpoint of the same name, until the new one has replaced it."""
-
 
 class CheckpointPart(Protocol):
     """One worker's part of a checkpoint."""
@@ -230,7 +227,7 @@ class CheckpointWriter:
         return failure
 
     def _write(self, folder: Path, share: CheckpointPart) -> str:
-        unfinished = _unfinished(folder)
+        unfinished = progress.unfinished_folder(folder)
         leads = self._together.rank == 0
         token = self._together.gather(torch.tensor(secrets.randbits(62)))[0]
         sign = unfinished / f"of-worker-0-{int(token)}"
@@ -289,51 +286,14 @@ class CheckpointWriter:
         sign.unlink()
         share.complete(unfinished)
         all_to_disk(unfinished)
-        _put(unfinished, folder)
+        progress.put(unfinished, folder)
         keep = 1 if folder.parent == self._memory else self._keep
         progress.prune(folder.parent, keep=keep, spare=self._spare, run_dir=self._run_dir)
 
 
 def _begin(unfinished: Path, sign: Path) -> None:
-    _make_anew(unfinished)
+    progress.make_anew(unfinished)
     sign.touch()
-
-
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a temporary folder, which then replaces `folder`, or is removed if `write` fails."""
-    unfinished = _unfinished(folder)
-    _make_anew(unfinished)
-    try:
-        write(unfinished)
-        all_to_disk(unfinished)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    _put(unfinished, folder)
-
-
-def _unfinished(folder: Path) -> Path:
-    """Return the temporary folder of `folder`."""
-    return folder.with_name(folder.name + progress.UNFINISHED)
-
-
-def _make_anew(unfinished: Path) -> None:
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
-    unfinished.mkdir(parents=True)
-
-
-def _put(unfinished: Path, folder: Path) -> None:
-    """Replace `folder` by `unfinished`, which is on the disk."""
-    replaced = folder.with_name(folder.name + REPLACED)
-    if folder.exists():
-        if replaced.exists():
-            progress.remove(replaced)
-        folder.rename(replaced)  # a run that is killed here continues from it under this name
-    unfinished.rename(folder)
-    if replaced.exists():
-        progress.remove(replaced)
-    to_disk(folder.parent)
 
 
 # --- snapshot ---

@@ -94,7 +94,7 @@ class Computation:
     def close(self) -> None:
         """Wait until the record and the samples in progress are written, up to their time limits."""
         if self._recorder is not None:
-            self._recorder.close()
+            self._recorder.writer.close()
         if self._keeper is not None:
             self._keeper.close()
 
@@ -167,7 +167,7 @@ class Computation:
         if self._rank == 0:
             progress.figures_to_disk(self._config.run_dir)
         if self._recorder is not None:
-            self._recorder.to_disk()
+            self._recorder.writer.to_disk()
         if self._keeper is not None:
             self._keeper.write()
 
@@ -206,14 +206,8 @@ class Computation:
         groups = [self._data.group(seq) for seq in call.seqs]
         self.bring_back(mfc.role)
         arrays = self._assembly.roles[mfc.role].inference(groups)
-        rewards: dict[int, list[float]] = {}
-        if arrays is not None and self._is_head(mfc.role):
-            (key,) = mfc.outputs
-            for seq, array in zip(call.seqs, arrays, strict=True):
-                self._data.put(seq, key, array)
-            if key == "rewards":
-                rewards = {seq: array.tolist() for seq, array in zip(call.seqs, arrays, strict=True)}
-        return CallDone(compute_seconds=time.monotonic() - began, rewards=rewards)
+        (key,) = mfc.outputs
+        return self._computed(call, began, {key: arrays} if arrays is not None and self._is_head(mfc.role) else {})
 
     def _call_function(self, call: Function) -> CallDone:
         began = time.monotonic()
@@ -222,12 +216,16 @@ class Computation:
             return CallDone(compute_seconds=0.0)
         groups = [self._data.group(seq) for seq in call.seqs]
         inputs = {key: [self._data.get(seq, key) for seq in call.seqs] for key in sorted(mfc.inputs)}
-        found = call_users_function(mfc, groups, inputs)
+        return self._computed(call, began, call_users_function(mfc, groups, inputs))
+
+    def _computed(
+        self, call: Inference | Function, began: float, found: Mapping[str, Sequence[NDArray[np.float32]]]
+    ) -> CallDone:
+        """Store the arrays that `call` computed, by key; return its result, with the rewards among them."""
         for key, arrays in found.items():
             for seq, array in zip(call.seqs, arrays, strict=True):
                 self._data.put(seq, key, array)
-        scored = zip(call.seqs, found.get("rewards", []), strict=False)
-        rewards = {seq: array.tolist() for seq, array in scored}
+        rewards = {seq: array.tolist() for seq, array in zip(call.seqs, found.get("rewards", []), strict=False)}
         return CallDone(compute_seconds=time.monotonic() - began, rewards=rewards)
 
     def _train(self, call: TrainStep) -> TrainReply:

@@ -84,16 +84,15 @@ class Carriers:
         anywhere: Carrier,
         *,
         near: Carrier | None = None,
-        machine: str | None = None,
         gpu: str = "",
         no_room: Callable[[], str] = lambda: "",
     ) -> None:
-        """`near` replaces `anywhere` while all gservers are on this `machine` (`machine_identity`) and, if it is given,
+        """`near` replaces `anywhere` while all gservers are on this machine (`machine_identity`) and, if it is given,
         on this `gpu` (`gpu_identity`). `no_room` returns why there is too little memory for `near`, or an empty string;
         it is called until `near` is chosen and occupies its memory."""
         self._anywhere = anywhere
         self._near = near
-        self._machine = machine_identity() if machine is None else machine
+        self._machine = machine_identity()
         self._gpu = gpu
         self._no_room = no_room
         self._chosen: Carrier | None = None
@@ -235,17 +234,17 @@ def carriers_for(
         checksum.make_ready()
     lora = config.model.lora if weights.lora == "adapter" else None
     adapter = adapter_settings(lora, config.model.path) if lora is not None else None
-    if weights.mode == "disk":
-        return Carriers(WeightFiles.on_disk(config.run_dir, dtype=dtype, checksum=weights.checksum, adapter=adapter))
 
-    def in_memory() -> WeightFiles:
-        return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum, adapter=adapter)
+    def files(*, on_disk: bool) -> WeightFiles:
+        return WeightFiles(config.run_dir, on_disk=on_disk, dtype=dtype, checksum=weights.checksum, adapter=adapter)
 
     def in_gpu_memory() -> WeightMemory:
         return WeightMemory(dtype=dtype, device=device, checksum=weights.checksum, gpu=gpu)
 
+    if weights.mode == "disk":
+        return Carriers(files(on_disk=True))
     if weights.mode == "shared_memory" or config.named_adapters:
-        return Carriers(in_memory())
+        return Carriers(files(on_disk=False))
     if weights.mode == "cuda_ipc":
         if device.type != "cuda":
             raise ConfigError(f'weights.mode = "cuda_ipc" needs a trainer on a GPU, and it is on {device}')
@@ -261,7 +260,7 @@ def carriers_for(
         log.info("weights.mode: collective, because %s", obstacle)
         return Carriers(broadcaster)
     if not gpu:
-        return Carriers(broadcaster, near=in_memory())
+        return Carriers(broadcaster, near=files(on_disk=False))
     size = numbers * dtype.itemsize
 
     def no_room() -> str:

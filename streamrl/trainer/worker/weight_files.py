@@ -55,57 +55,33 @@ class WeightFiles:
 
     def __init__(
         self,
-        folder: Path,
-        *,
-        durable: bool,
-        machine: str,
-        dtype: torch.dtype,
-        checksum: bool,
-        adapter: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Claim `folder` and remove its content.
-
-        `durable`: each version is on the disk before it appears. `machine`: the only machine that can read the files,
-        or empty. `adapter`: the content of `adapter_config.json`, if the weights are an adapter's.
-        """
-        self._adapter = adapter
-        self._file_name = FILE if adapter is None else f"{TENSORS}.safetensors"
-        self.dtype = dtype
-        self.folder = folder
-        self._durable = durable
-        self._machine = machine
-        self._checksum = checksum
-        self._latest = folder
-        self._sums: dict[str, str] = {}
-        self._lock = claim(folder)
-        self.sent_bytes = 0
-        self._copiers = Copiers()
-        self._files: dict[Path, _MappedFile] = {}
-        """The files that may be overwritten, by their folders."""
-
-    @classmethod
-    def on_disk(
-        cls, run_dir: Path, *, dtype: torch.dtype, checksum: bool, adapter: Mapping[str, Any] | None = None
-    ) -> WeightFiles:
-        """Return a writer to the disk of `run_dir`."""
-        where = run_dir / "weights"
-        return cls(where.absolute(), durable=True, machine="", dtype=dtype, checksum=checksum, adapter=adapter)
-
-    @classmethod
-    def in_memory(
-        cls,
         run_dir: Path,
         *,
+        on_disk: bool,
         dtype: torch.dtype,
         checksum: bool,
         adapter: Mapping[str, Any] | None = None,
         root: Path = SHARED_MEMORY,
-    ) -> WeightFiles:
-        """Return a writer to this host's memory. Other users can neither guess nor take its folder's name in advance,
-        nor read the files. Removes the files that dead runs of the same user left there."""
-        folder = folder_in_memory(run_dir.name, root=root)
-        machine = machine_identity()
-        return cls(folder, durable=False, machine=machine, dtype=dtype, checksum=checksum, adapter=adapter)
+    ) -> None:
+        """Claim an empty folder in `run_dir`, or in `root`, this host's memory.
+
+        `on_disk`: each version is on the disk before it appears. In memory other users can neither guess nor take the
+        folder's name in advance, nor read the files; files that dead runs of the same user left there are removed.
+        `adapter`: the content of `adapter_config.json`, if the weights are an adapter's.
+        """
+        self._adapter = adapter
+        self._file_name = FILE if adapter is None else f"{TENSORS}.safetensors"
+        self.dtype = dtype
+        self.folder = (run_dir / "weights").absolute() if on_disk else folder_in_memory(run_dir.name, root=root)
+        self._on_disk = on_disk
+        self._checksum = checksum
+        self._latest = self.folder
+        self._sums: dict[str, str] = {}
+        self._lock = claim(self.folder)
+        self.sent_bytes = 0
+        self._copiers = Copiers()
+        self._files: dict[Path, _MappedFile] = {}
+        """The files that may be overwritten, by their folders."""
 
     def prepare(self, version: int, weights: Weights) -> None:
         """Write `weights` as `version`; raises `PublicationError` if there is no room."""
@@ -118,10 +94,10 @@ class WeightFiles:
             if self._adapter is not None:
                 (unfinished / SETTINGS).write_text(json.dumps(self._adapter))
             self._sums = self._write(unfinished, weights)
-            if self._durable:
+            if self._on_disk:
                 to_disk(unfinished)
             self._rename(unfinished, target)
-            if self._durable:
+            if self._on_disk:
                 to_disk(self.folder)
         except OSError as error:
             raise PublicationError(f"weights v{version} cannot be written: {error}") from error
@@ -129,7 +105,8 @@ class WeightFiles:
 
     def announce(self) -> Snapshot:
         """Return the folder of the latest version."""
-        return Snapshot(folder=str(self._latest), machine=self._machine, adapter=self._adapter is not None)
+        machine = "" if self._on_disk else machine_identity()
+        return Snapshot(folder=str(self._latest), machine=machine, adapter=self._adapter is not None)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
         """Return the checksums; the files are complete already."""
@@ -186,7 +163,7 @@ class WeightFiles:
         with closing(weights.weights()) as found:
             sums = self._copiers.each(write, found)
         self.sent_bytes += size - len(header)
-        if self._durable:
+        if self._on_disk:
             file.memory.flush()
             to_disk(folder / self._file_name)
         return checksums({name: found for name, found in sums.items() if found is not None})
@@ -198,7 +175,7 @@ class WeightFiles:
             self._close_file(folder)
         if folder not in self._files:
             try:
-                self._files[folder] = _MappedFile(folder / self._file_name, size, populate=not self._durable)
+                self._files[folder] = _MappedFile(folder / self._file_name, size, populate=not self._on_disk)
             except OSError as error:
                 free = shutil.disk_usage(self.folder).free
                 raise PublicationError(

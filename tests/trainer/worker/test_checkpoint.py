@@ -17,12 +17,12 @@ import torch
 from streamrl.config import Config, from_dict
 from streamrl.errors import DeadlineExceeded, PeerLost
 from streamrl.records import progress
-from streamrl.records.progress import Progress
+from streamrl.records.progress import REPLACED, Progress, write_folder
 from streamrl.trainer.calls import ParamRealloc
 from streamrl.trainer.graph import MFC, downstream
 from streamrl.trainer.worker import checkpoint
 from streamrl.trainer.worker.assembly import Assembly
-from streamrl.trainer.worker.checkpoint import REPLACED, CheckpointWriter, Together, take_snapshot, write_folder
+from streamrl.trainer.worker.checkpoint import CheckpointWriter, Together, take_snapshot
 from tests.trainer.backends.world import run_world
 from tests.trainer.models import save_model
 
@@ -112,7 +112,7 @@ def test_killed_while_one_takes_the_place_of_another_either_is_found(tmp_path, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "rename", killed)
-    monkeypatch.setattr("streamrl.trainer.worker.checkpoint.shutil.rmtree", killed_halfway)
+    monkeypatch.setattr("streamrl.records.progress.shutil.rmtree", killed_halfway)
     with pytest.raises(KeyboardInterrupt):
         write_folder(folder, content(2))
     monkeypatch.undo()

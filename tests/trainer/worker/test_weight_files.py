@@ -33,13 +33,17 @@ def some(seed: int) -> dict[str, Tensor]:
     }
 
 
-def files(folder: Path, *, dtype: torch.dtype = torch.float32) -> WeightFiles:
-    return WeightFiles(folder, durable=True, machine="", dtype=dtype, checksum=True)
+def files(run_dir: Path, *, dtype: torch.dtype = torch.float32) -> WeightFiles:
+    return WeightFiles(run_dir, on_disk=True, dtype=dtype, checksum=True)
+
+
+def in_memory(name: str, root: Path) -> WeightFiles:
+    return WeightFiles(Path(name), on_disk=False, dtype=torch.float32, checksum=True, root=root)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_written_is_what_was_trained(tmp_path: Path, dtype: torch.dtype) -> None:
-    carrier = files(tmp_path / "weights", dtype=dtype)
+    carrier = files(tmp_path, dtype=dtype)
     weights = some(1)
     carrier.prepare(1, FixedWeights(weights))
     found = load_file(Path(carrier.announce().folder) / "model.safetensors")
@@ -54,9 +58,7 @@ def test_what_is_written_is_what_was_trained(tmp_path: Path, dtype: torch.dtype)
 
 def test_an_adapter_is_written_as_peft_has_it(tmp_path: Path) -> None:
     settings = adapter_settings(LoraConfig(rank=2), "base")
-    carrier = WeightFiles(
-        tmp_path / "weights", durable=True, machine="", dtype=torch.float32, checksum=True, adapter=settings
-    )
+    carrier = WeightFiles(tmp_path, on_disk=True, dtype=torch.float32, checksum=True, adapter=settings)
     for version in (1, 2, 3):  # the third is written over the first
         carrier.prepare(version, FixedWeights(some(version)))
         snapshot = carrier.announce()
@@ -77,23 +79,25 @@ def read_in_parts(file: Path) -> Tensor:
 @pytest.mark.parametrize("read", [read_in_parts, lambda file: mapped(file)["a.weight"]], ids=["read", "mapped"])
 def test_a_version_that_is_still_read_is_not_written_over(tmp_path: Path, read: Callable[[Path], Tensor]) -> None:
     carrier = files(tmp_path)
+    folder = tmp_path / "weights"
     reused = set()
     for version in (1, 2, 3, 4):
         carrier.prepare(version, FixedWeights(some(version)))
         reused.add((Path(carrier.announce().folder) / "model.safetensors").stat().st_ino)
     assert len(reused) == 2
-    held = read(tmp_path / "v000003" / "model.safetensors")
+    held = read(folder / "v000003" / "model.safetensors")
     carrier.prepare(5, FixedWeights(some(5)))
     assert torch.equal(held, some(3)["a.weight"])
-    found = load_file(tmp_path / "v000005" / "model.safetensors")
+    found = load_file(folder / "v000005" / "model.safetensors")
     assert torch.equal(found["a.weight"], some(5)["a.weight"])
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000004", "v000005"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["v000004", "v000005"]
 
 
 def test_a_folder_has_one_owner_and_is_emptied_by_the_next(tmp_path: Path) -> None:
-    (tmp_path / "v000007").mkdir()
+    left = tmp_path / "weights" / "v000007"
+    left.mkdir(parents=True)
     carrier = files(tmp_path)
-    assert not (tmp_path / "v000007").exists()
+    assert not left.exists()
     with pytest.raises(PublicationError, match="is another run writing there"):
         files(tmp_path)
     carrier.close()
@@ -103,7 +107,7 @@ DYING = """
 import os, sys, torch
 from pathlib import Path
 from streamrl.trainer.worker.weight_files import WeightFiles
-WeightFiles.in_memory(Path("dead"), dtype=torch.float32, checksum=True, root=Path(sys.argv[1]))
+WeightFiles(Path("dead"), on_disk=False, dtype=torch.float32, checksum=True, root=Path(sys.argv[1]))
 os._exit(0)
 """
 
@@ -114,7 +118,7 @@ def test_nobody_else_can_read_guess_or_prepare_the_memory_of_a_run(tmp_path: Pat
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / f"{PREFIX}trap").symlink_to(elsewhere)
-    files = [WeightFiles.in_memory(Path("run"), dtype=torch.float32, checksum=True, root=shared) for _ in range(2)]
+    files = [in_memory("run", shared) for _ in range(2)]
     assert list(elsewhere.iterdir()) == [], "a link that lies there is not followed"
     assert len({file.folder for file in files}) == 2, "the name is not made of what others know"
     files[0].prepare(1, FixedWeights(some(1)))
@@ -126,9 +130,9 @@ def test_nobody_else_can_read_guess_or_prepare_the_memory_of_a_run(tmp_path: Pat
 
 
 def test_memory_of_a_dead_run_is_freed_by_the_next_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
-    living = WeightFiles.in_memory(Path("living"), dtype=torch.float32, checksum=True, root=tmp_path)
+    living = in_memory("living", tmp_path)
     subprocess.run([sys.executable, "-c", DYING, str(tmp_path)], check=True, timeout=120)
     assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
-    mine = WeightFiles.in_memory(Path("mine"), dtype=torch.float32, checksum=True, root=tmp_path)
+    mine = in_memory("mine", tmp_path)
     assert set(tmp_path.glob(f"{PREFIX}*")) == {living.folder, mine.folder}
     assert mine.announce().machine

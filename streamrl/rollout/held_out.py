@@ -18,10 +18,9 @@ from streamrl.config.sections import as_evaluated
 from streamrl.errors import PeerError, StreamRLError
 from streamrl.rollout.activity import Activity, in_one_line
 from streamrl.rollout.data import PromptSource
-from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.process import RunConnection, WorkerShutdown, Workshop, facts_of, start_rewards
-from streamrl.transport.control import Admission, Admit, AdmitReply, AskRoute, DataFacts, FailRun, HeldOutResult
+from streamrl.transport.control import Admission, Admit, AdmitReply, DataFacts, FailRun, HeldOutResult
 from streamrl.types import SampleMeta
 from streamrl.waits import first_of
 
@@ -110,9 +109,8 @@ class HeldOutPrompts:
         """Make one prompt, and send its result."""
         seq = admission.seq
         result = partial(HeldOutResult, self._membership.index, admission.evaluation, seq, task=task)
-        route = GroupRoute(admission.gserver, name=admission.name, find_another=partial(self._find_another, admission))
         try:
-            group = await maker.make(seq, route)
+            group = await maker.make(seq, self._joined.route(admission))
             meta = SampleMeta.of(group, head=0)
             found = result(
                 rewards=meta.episode_rewards,
@@ -132,7 +130,3 @@ class HeldOutPrompts:
             if not 400 <= error.status < 500:
                 raise
             log.warning("the result of held-out prompt %d was refused: %s", seq, error)
-
-    async def _find_another(self, admission: Admission, failed: str) -> str:
-        message = AskRoute(self._membership.index, admission.seq, failed, admission.evaluation)
-        return (await self._control.route(message)).gserver

@@ -27,12 +27,12 @@ from streamrl.rollout.agents.runner import RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import open_agents
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
-from streamrl.rollout.generation import Generator
+from streamrl.rollout.generation import Generator, GroupRoute, RequestCount
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import Workflow, load_workflow
 from streamrl.transport.addresses import Reach, reach_towards
-from streamrl.transport.control import DataFacts
+from streamrl.transport.control import Admission, AskRoute, DataFacts
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import read_key
 from streamrl.transport.manager_client import ControlClient
@@ -60,6 +60,15 @@ class RunConnection:
     at_exit: AsyncExitStack
     """Holds the resources that the work opens; they are closed when the process leaves. The work's own task does not
     close them, since its cancellation would interrupt the closing."""
+
+    def route(self, admission: Admission, requests: RequestCount | None = None) -> GroupRoute:
+        """Return the gserver of an admitted group; the manager names another one when it fails."""
+
+        async def find_another(failed: str) -> str:
+            message = AskRoute(self.membership.index, admission.seq, failed, admission.evaluation)
+            return (await self.control.route(message)).gserver
+
+        return GroupRoute(admission.gserver, name=admission.name, find_another=find_another, requests=requests)
 
 
 async def serve_until_over(

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,7 +31,7 @@ from streamrl.rollout.held_out import HeldOutPrompts
 from streamrl.rollout.process import RunConnection, WorkerShutdown, facts_of, open_workshops, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
 from streamrl.transport import codec
-from streamrl.transport.control import Admission, Admit, AskRoute, DataFacts, FailRun, GroupInHand, Keep, Reject
+from streamrl.transport.control import Admission, Admit, DataFacts, FailRun, GroupInHand, Keep, Reject
 from streamrl.transport.push_pull import GroupPusher
 from streamrl.types import TrajectoryGroup
 from streamrl.waits import first_of
@@ -309,13 +308,8 @@ class RolloutWorker:
 
     def start(self, admission: Admission, gate: ScoringGate | None = None) -> None:
         """Make the group in its own task; `gate` stands between its generation and its scoring."""
-        route = GroupRoute(
-            admission.gserver,
-            name=admission.name,
-            find_another=partial(self._find_another_gserver, admission.seq),
-            requests=RequestCount(admission.seq, siblings=self._config.rollout.group_size, reports=self._reports),
-        )
-        self._begin(_Group(admission, route), gate)
+        requests = RequestCount(admission.seq, siblings=self._config.rollout.group_size, reports=self._reports)
+        self._begin(_Group(admission, self._joined.route(admission, requests)), gate)
 
     def _begin(self, group: _Group, gate: ScoringGate | None = None) -> None:
         seq = group.admission.seq
@@ -400,10 +394,6 @@ class RolloutWorker:
         """Return a function that checks that tokens sampled now are not older than `staleness.max_staleness`."""
         begun, most = self._membership.policy_version, self._config.staleness.max_staleness
         return lambda: self._membership.policy_version - begun <= most
-
-    async def _find_another_gserver(self, seq: int, failed: str) -> str:
-        message = AskRoute(worker=self._membership.index, seq=seq, failed=failed)
-        return (await self._control.route(message)).gserver
 
     async def _leave_out(self, group: TrajectoryGroup) -> None:
         """Give the group's place back, and warn after many in a row: without other groups training stands still."""

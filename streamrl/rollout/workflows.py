@@ -117,7 +117,8 @@ class Session:
         self._route = route
         self._rewards = rewards
         self._reward = reward
-        self._activity = activity
+        self.activity = activity
+        """The counters and the log of the worker's work."""
         self._before_scoring = before_scoring
         self._requests = 0
 
@@ -148,7 +149,7 @@ class Session:
             )
         rid = f"{self.episode}.{self._requests}"
         self._requests += 1
-        with self._activity.in_stage(GENERATION), self._route.request(len(input_ids)):
+        with self.activity.in_stage(GENERATION), self._route.request(len(input_ids)):
             generation = await self._generator.generate(
                 input_ids,
                 max_new_tokens=min(room, max_new_tokens or self.sampling.max_new_tokens),
@@ -158,7 +159,7 @@ class Session:
                 stop_token_ids=stop_token_ids,
                 on_tokens=on_tokens,
             )
-        self._activity.generated(tokens=len(generation.output_ids), interruptions=generation.interruptions)
+        self.activity.generated(tokens=len(generation.output_ids), interruptions=generation.interruptions)
         return generation
 
     def response(self, generation: Generation, *, turn: int = 1) -> Response:
@@ -171,15 +172,10 @@ class Session:
             turn=turn,
         )
 
-    @property
-    def activity(self) -> Activity:
-        """The counters and the log of the worker's work."""
-        return self._activity
-
     async def generated(self) -> None:
         """Wait until the sibling may be scored, after all of its generation; `score` also does this."""
         if self._before_scoring is not None:
-            with self._activity.in_stage(BEFORE_SCORING):
+            with self.activity.in_stage(BEFORE_SCORING):
                 await self._before_scoring(self.sibling)
 
     async def score(self, response: Response) -> float:
@@ -191,14 +187,14 @@ class Session:
         await self.generated()
         if self._rewards is None:
             return 0.0
-        with self._activity.scoring():
+        with self.activity.scoring():
             try:
                 judged = await self._rewards.score(response, self.prompt)
             except RewardError as error:
-                self._activity.unscored(self.prompt.seq, error)
+                self.activity.unscored(self.prompt.seq, error)
                 if not self.failures_score_zero:
                     raise
-                self._activity.log_reason("a response scores 0", error)
+                self.activity.log_reason("a response scores 0", error)
                 return 0.0
         overlong = overlong_share(
             response.output_tokens, most=self.sampling.max_new_tokens, buffer=self._reward.overlong_tokens

@@ -332,46 +332,38 @@ class _Follower:
         self._evaluations: Lines[EvaluationReport] = Lines(
             folder / EVALUATIONS_FILE, EvaluationReport, begin=task.begin[EVALUATIONS_FILE]
         )
-        with self._or_exit("its start"):
+        with _or_exit(self._name, "its start"):
             self._sink = SINKS[task.sink](task)
 
     def follow(self) -> None:
         """Pass on the new lines."""
         for step in self._steps.new()[1]:
-            with self._or_exit(f"the figures of step {step.step}"):
+            with _or_exit(self._name, f"the figures of step {step.step}"):
                 self._sink.log(figures_of(step), step=step.step, time=step.time)
         for report in self._evaluations.new()[1]:
             found = {f"evaluation/{name}": value for name, value in scalars(report).items()}
-            with self._or_exit(f"the evaluation of version {report.policy_version}"):
+            with _or_exit(self._name, f"the evaluation of version {report.policy_version}"):
                 self._sink.log(found, step=report.policy_version, time=report.time)
 
     def close(self) -> None:
         """Pass on the last lines, and return when all figures have reached their destination."""
         self.follow()
-        with self._or_exit("the last figures"):
+        with _or_exit(self._name, "the last figures"):
             self._sink.close()
-
-    @contextlib.contextmanager
-    def _or_exit(self, what: str) -> Iterator[None]:
-        """Log a warning if the code inside is slow, and end the process if it fails."""
-        try:
-            with _watched(self._name, what):
-                yield
-        except Exception as error:  # tolerance point: a foreign package, in a process that nothing depends on
-            log.warning("%s: %s", type(error).__name__, error, exc_info=True)
-            sys.exit(1)
 
 
 @contextlib.contextmanager
-def _watched(sink: str, what: str) -> Iterator[None]:
-    """Log a warning if the code inside is slow."""
-    timer = threading.Timer(
-        SLOW_SECONDS, log.warning, ("%s has not taken %s for %.0f s; the run continues", sink, what, SLOW_SECONDS)
-    )
+def _or_exit(sink: str, what: str) -> Iterator[None]:
+    """Log a warning if the code inside is slow, and end the process if it fails."""
+    slow = ("%s has not taken %s for %.0f s; the run continues", sink, what, SLOW_SECONDS)
+    timer = threading.Timer(SLOW_SECONDS, log.warning, slow)
     timer.daemon = True
     timer.start()
     try:
         yield
+    except Exception as error:  # tolerance point: a foreign package, in a process that nothing depends on
+        log.warning("%s: %s", type(error).__name__, error, exc_info=True)
+        sys.exit(1)
     finally:
         timer.cancel()
 

@@ -70,9 +70,7 @@ def growth(counts: Column) -> Column:
     """
     if not len(counts):
         return counts
-    known = np.where(np.isnan(counts), -np.inf, counts)
-    held = counts.copy()
-    last = np.maximum.accumulate(np.where(np.isfinite(known), np.arange(len(counts)), -1))
+    last = np.maximum.accumulate(np.where(np.isfinite(counts), np.arange(len(counts)), -1))
     held = np.where(last >= 0, counts[np.maximum(last, 0)], 0.0)
     steps = np.diff(held, prepend=0.0)
     return np.cumsum(np.where(steps >= 0, steps, held))

@@ -50,7 +50,6 @@ class Membership:
         model: str = "",
         stats: Callable[[], dict[str, float]] = dict,
         failure: Callable[[], FrequentFailure | None] = lambda: None,
-        patience: float = PATIENCE_SECONDS,
         begins_from: str = "",
         gpu: str = "",
     ) -> None:
@@ -83,7 +82,6 @@ class Membership:
         self._gpu = gpu
         self._stats = stats
         self._failure = failure
-        self._patience = patience
         self._beating: asyncio.Task[None] | None = None
 
     def note_version(self, policy_version: int) -> None:
@@ -178,7 +176,7 @@ class Membership:
         try:
             while not self.stopping.is_set():
                 await asyncio.sleep(interval)
-                await self._send(patience=self._patience)
+                await self._send(patience=PATIENCE_SECONDS)
         except GoneBack as error:
             self.lost = error
             self.stopping.set()
@@ -201,7 +199,7 @@ class Membership:
         except PeerError as refusal:
             if refusal.status != UNKNOWN or error:
                 raise
-            await self._register(self._patience)  # the manager no longer knows this process
+            await self._register(PATIENCE_SECONDS)  # the manager no longer knows this process
             return
         self.note_version(reply.policy_version)
         if self.on_unanswering is not None:
@@ -211,7 +209,7 @@ class Membership:
         if reply.stop:
             self.stopping.set()
         elif (not reply.known or reply.lineage != self.granted.lineage) and not error:
-            await self._register(self._patience)
+            await self._register(PATIENCE_SECONDS)
 
 
 def processor_seconds() -> dict[str, float]:

@@ -78,7 +78,6 @@ class GroupPuller:
         limits: codec.Limits,
         silence_seconds: float = SILENCE_SECONDS,
         reach: Reach = LOOPBACK,
-        port: int = 0,
         encrypted: bool = False,
     ) -> None:
         """`limits`: groups beyond them are rejected. `silence_seconds`: a pusher that is silent for this long loses its
@@ -97,7 +96,6 @@ class GroupPuller:
         self._server = ServerSocket(
             keys,
             reach=reach,
-            port=port,
             encrypted=encrypted,
             most_packet_bytes=PACKET_BYTES,
             most_frames=codec.MOST_FRAMES,

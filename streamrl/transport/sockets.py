@@ -93,16 +93,13 @@ class ServerSocket:
         keys: ReceiverKeys,
         *,
         reach: Reach = LOOPBACK,
-        port: int = 0,
         encrypted: bool = False,
         most_packet_bytes: int,
         most_frames: int = 0,
         most_bytes: int = 0,
     ) -> None:
-        """`port` 0: any free one. `most_packet_bytes`: limit of a packet; `most_frames`, `most_bytes`: limits of the
-        frames that follow it, together.
-
-        Raises `ConfigError` if `reach.local` has no address, `zmq.ZMQError` if the port is in use.
+        """`most_packet_bytes`: limit of a packet; `most_frames`, `most_bytes`: limits of the frames that follow it,
+        together. Raises `ConfigError` if `reach.local` has no address.
         """
         self._verifier = Verifier(keys)
         self._most_packet_bytes, self._most_frames, self._most_bytes = most_packet_bytes, most_frames, most_bytes
@@ -121,11 +118,11 @@ class ServerSocket:
         if encrypted:
             self._encrypt(keys)
         try:
-            bound = _bind(self.socket, reach.local, port)
+            port = _bind(self.socket, reach.local)
         except BaseException:
             self.close()
             raise
-        self.endpoint = url_of(reach.announced, bound, scheme=CURVE if encrypted else "tcp")
+        self.endpoint = url_of(reach.announced, port, scheme=CURVE if encrypted else "tcp")
 
     async def arrived(self) -> None:
         """Wait until packets may have arrived, on the running event loop."""
@@ -332,15 +329,15 @@ class Readable:
         self._loop.remove_reader(self._descriptor)
 
 
-def _bind(endpoint: zmq.Socket[Any], host: str, port: int) -> int:
-    """Listen at `port` of `host`; return the port. A name is resolved by `address_of`, as by the processes that connect
-    to it."""
+def _bind(endpoint: zmq.Socket[Any], host: str) -> int:
+    """Listen at a free port of `host`; return the port. A name is resolved by `address_of`, as by the processes that
+    connect to it."""
     try:
         address = host if ":" in host else address_of(host)
     except OSError as error:
         raise ConfigError(f"{host} stands for no address ({error.strerror}): give the address itself") from error
     endpoint.set(zmq.IPV6, ":" in address)
-    endpoint.bind(url_of(address, port, scheme="tcp"))
+    endpoint.bind(url_of(address, 0, scheme="tcp"))
     bound = urlsplit(endpoint.get_string(zmq.LAST_ENDPOINT).rstrip("\0")).port
     assert bound is not None
     return bound

@@ -228,7 +228,7 @@ def test_a_sink_that_hangs_holds_nothing_up(
 
 def test_a_sink_that_is_slow_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(sinks, "SLOW_SECONDS", 0.01)
-    with sinks._watched("trackio", "the figures of step 3"):
+    with sinks._or_exit("trackio", "the figures of step 3"):
         until(lambda: caplog.records, "a warning")
     assert "trackio has not taken the figures of step 3 for 0 s; the run continues" in caplog.text
 

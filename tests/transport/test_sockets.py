@@ -189,8 +189,3 @@ async def test_peers_that_do_not_speak_the_protocol_do_no_harm() -> None:
             client.session.send(number(1))
             arrival = await heard(server)
         assert (arrival.message, arrival.connection.sender.name) == (msgspec.Raw(number(1)), "rollout/0")
-
-
-def test_a_port_in_use_is_an_error_at_once() -> None:
-    with serving() as server, pytest.raises(zmq.ZMQError, match="in use"):
-        ServerSocket(keys_of("model_worker"), port=int(server.endpoint.rpartition(":")[2]), most_packet_bytes=1)

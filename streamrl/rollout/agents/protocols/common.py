@@ -70,7 +70,9 @@ class ContentPart(msgspec.Struct):
     text: str = ""
 
 
-class _ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct):
+    """The form that a response must have."""
+
     type: str = "text"
 
 
@@ -78,7 +80,7 @@ class _UnsupportedFields(msgspec.Struct, kw_only=True):
     """Further fields of OpenAI and of servers of open models that are refused: the policy's probabilities or input
     would depend on them."""
 
-    response_format: _ResponseFormat | None = None
+    response_format: ResponseFormat | None = None
     logit_bias: dict[str, float] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

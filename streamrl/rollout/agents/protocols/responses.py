@@ -45,12 +45,8 @@ class _ResponseTool(msgspec.Struct, omit_defaults=True):
     strict: bool | None = None
 
 
-class _Format(msgspec.Struct):
-    type: str = "text"
-
-
 class _Text(msgspec.Struct):
-    format: _Format | None = None
+    format: common.ResponseFormat | None = None
 
 
 class _ResponseBody(common.SamplingFields):

@@ -347,11 +347,13 @@ def doctor(as_json: bool = False) -> None:
 
 
 @command(app, LOOK)
-def graph(config: Path, overrides: list[str] | None = None, svg: Path | None = None) -> None:
+def graph(config: Path, overrides: list[str] | None = None) -> None:
     """Show the model function calls of a configuration, and the data that they take from each other."""
-    from streamrl.launch.graph_picture import show_graph
+    from streamrl import config as configuration
+    from streamrl.launch.graph_picture import graph_text
+    from streamrl.trainer.graph import graph_of
 
-    show_graph(config, overrides or (), _console(), svg=svg)
+    _console().print(graph_text(graph_of(configuration.load(config, overrides or ()))))
 
 
 @command(app, LOOK)

@@ -86,7 +86,6 @@ OPTIONS: dict[str, Row] = {
     "everything": _row("Show all settings, also those with their default values.", flag="--all"),
     "model": _row("Compare trainer and engine with transformers on this model.", metavar="PATH"),
     "full": _row("With --model: use its weights, and not a small copy with random ones."),
-    "svg": _row("Also draw it into this file.", metavar="FILE"),
     "step": _row("Training step of the checkpoint; else the last one.", metavar="N"),
     "steps": _row("Replay the first N recorded steps only.", min=1, metavar="N"),
     "to": _row("A new folder for the result; else one in RUN_DIR or next to it.", metavar="DIR"),

@@ -386,7 +386,7 @@ def graph(run: RunView) -> GraphPicture:
     try:
         if config.trainer.graph not in (ASYNCHRONOUS, SYNCHRONOUS):
             return GraphPicture(
-                [], [], f"the graph is {config.trainer.graph}, a function of the user's: `streamrl graph` draws it"
+                [], [], f"the graph is {config.trainer.graph}, a function of the user's: `streamrl graph` prints it"
             )
         return GraphPicture(*drawing(graph_of(config)))
     except ConfigError as error:

@@ -51,8 +51,8 @@ async def test_it_beats_and_tells_what_it_waits_for(tmp_path: Path) -> None:
         assert peer.address == controller.address
     lines = [json.loads(line) for line in (config.run_dir / "timeline.jsonl").read_text().splitlines()]
     stats = next(line["stats"] for line in lines if line["kind"] == "heartbeat" and "groups_held" in line["stats"])
-    # what may start (the first batch, of which nothing was admitted), and who waits for it
-    assert stats["ledger_room"] == config.trainer.batch_groups
+    # what may start (all of it: nothing was admitted), and who waits for it
+    assert stats["ledger_room"] == (config.staleness.max_staleness + 1) * config.trainer.batch_groups
     assert stats["groups_running"] == stats["admissions_waiting"] == stats["groups_held"] == 0
     assert stats["processor_seconds_total"] > 0
     assert stats["machine_processor_seconds_total"] > 0

@@ -24,6 +24,7 @@ STRAGGLERS: dict[str, Any] = {
     "rollout__group_size": 4,
     "trainer__batch_groups": 4,
     "staleness__max_staleness": MAX_STALENESS,
+    "staleness__most_drift": 0,
     "run__total_train_steps": STEPS,
     "run__stop_at_reward": 2.0,
     "trainer__save_at_end": "false",

@@ -23,10 +23,10 @@ from rich.text import Text
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.launch.dashboard import StatusHistory, dashboard, duration, step_line
-from streamrl.launch.files import Warnings
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import in_words
 from streamrl.records.health import Finding, findings
+from streamrl.records.logs import tail
 from streamrl.records.metrics import StepFigures
 from streamrl.records.view import RunView
 from streamrl.transport.control import Status
@@ -35,6 +35,10 @@ from streamrl.transport.manager_client import ControlClient
 log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0
+WARNINGS = 2
+"""Number of warnings in the picture."""
+LOG_BYTES = 16384
+"""Length of the end of each log in which they are found."""
 
 
 class Display:
@@ -44,7 +48,7 @@ class Display:
         self._console = console
         self._config = config
         self._history = StatusHistory(started=time.monotonic())
-        self._warnings = Warnings(config.run_dir / "logs")
+        self._began = time.time()
         self._state = ""
         self._health = HEALTHY.state
         self._run = RunView(config.run_dir)
@@ -189,13 +193,19 @@ class LiveDisplay(Display):
     def _show_evaluations(self) -> None:
         """Do nothing: the picture shows the last evaluation."""
 
+    def _recent_warnings(self) -> list[str]:
+        """Return the first lines of the last warnings in the logs, without those of an earlier start of the run."""
+        found = tail(self._config.run_dir / "logs", level="WARNING", most=WARNINGS, most_bytes=LOG_BYTES)
+        lines = [f"{line.process.replace('-', '/')} {line.text}" for line in found if line.time >= int(self._began)]
+        return [line.partition("\n")[0] for line in lines]
+
     def _show_status(self, status: Status) -> None:
         picture = dashboard(
             self._run,
             self._history,
             now=time.monotonic(),
             config=self._config,
-            warnings=self._warnings.recent(),
+            warnings=self._recent_warnings(),
             findings=self._findings(),
             height=self._console.height - 1,
         )

@@ -1,5 +1,5 @@
-"""The files of a run's folder during the run: new lines, last lines, warnings in logs; logs that grow too long are cut,
-and a full disk is reported.
+"""The files of a run's folder during the run: last lines of logs; logs that grow too long are cut, and a full disk is
+reported.
 
 A log may have several writers that do not know of the cut: its process, a library in it, and child processes. Each has
 the file open in append mode, so a log is copied aside and truncated, not renamed.
@@ -10,59 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-# --- tail ---
+log = logging.getLogger(__name__)
 
 LAST_BYTES = 16384
 """Bytes of a file in which its last lines are found."""
-_BADLY = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) +(.*)$")
-
-
-class Tail:
-    """Yields the complete lines that were appended to a file since the last call."""
-
-    def __init__(self, file: Path, *, begin: int = 0) -> None:
-        """`begin`: bytes to skip."""
-        self.file = file
-        self._offset = begin
-
-    def new_lines(self) -> list[str]:
-        """Return the new complete lines; an incomplete last line is left for the next call. Empty without a file."""
-        try:
-            with self.file.open("rb") as stream:
-                if stream.seek(0, os.SEEK_END) < self._offset:  # it was truncated (`cut`)
-                    self._offset = 0
-                stream.seek(self._offset)
-                data = stream.read()
-        except FileNotFoundError:
-            return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return complete.decode(errors="replace").splitlines()
-
-
-class Warnings:
-    """Collects new warnings from the logs of a run's processes; lines from an earlier start of the run are skipped."""
-
-    def __init__(self, folder: Path, *, keep: int = 20) -> None:
-        self._folder = folder
-        self._tails = {file: Tail(file, begin=file.stat().st_size) for file in folder.glob("*.log")}
-        self._kept: deque[str] = deque(maxlen=keep)
-
-    def recent(self) -> list[str]:
-        """Return the last warnings, oldest first: process name and message."""
-        for file in sorted(self._folder.glob("*.log")):
-            tail = self._tails.setdefault(file, Tail(file))
-            for line in tail.new_lines():
-                if match := _BADLY.match(line):
-                    self._kept.append(match[2])
-        return list(self._kept)
 
 
 def last_lines(file: Path, count: int, *, begin: int = 0) -> list[str]:
@@ -81,8 +37,6 @@ def last_lines(file: Path, count: int, *, begin: int = 0) -> list[str]:
 
 
 # --- upkeep ---
-
-log = logging.getLogger(__name__)
 
 EVERY_SECONDS = 10.0
 MOST_LOG_BYTES = 64 * 2**20

@@ -28,8 +28,9 @@ from aiohttp import web
 
 from streamrl import essential
 from streamrl.errors import ConfigError, DataError
-from streamrl.page import answers, logs
+from streamrl.page import answers
 from streamrl.page.lanes import lanes
+from streamrl.records import logs
 from streamrl.records.health import findings
 from streamrl.records.view import RunView
 from streamrl.transport.http import Hosts

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -305,6 +307,22 @@ def test_the_status_of_a_run_has_its_model() -> None:
     made.add(msgspec.structs.replace(status(0), model=architecture), now=0.0)
     text = "\n".join(drawn(dashboard(RunView(Path()), made, now=1.0, height=60), height=60))
     assert "48 layers of width 2048, 32 heads (4 for keys and values), vocabulary 151936, 128 experts" in text
+
+
+def test_the_last_warnings_of_all_logs_are_in_the_picture(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "gserver-0.log").write_text("00:00:00 ERROR   gserver/0 is said of an earlier start of the run\n")
+    old = time.time() - 3600
+    os.utime(logs / "gserver-0.log", (old, old))
+    config = from_dict({"run": {"name": tmp_path.name, "dir": str(tmp_path.parent)}})
+    display = LiveDisplay(Console(file=io.StringIO()), config=config)
+    assert display._recent_warnings() == []
+    now = time.strftime("%H:%M:%S")
+    with (logs / "gserver-0.log").open("a") as log:
+        log.write(f"{now} INFO    gserver/0 ready\n{now} WARNING gserver/0 slow\nTraceback WARNING\n")
+    (logs / "rollout-0.log").write_text(f"{now} ERROR   rollout/0 RewardError: no\n")
+    assert sorted(display._recent_warnings()) == ["gserver/0 slow", "rollout/0 RewardError: no"]
 
 
 def test_a_finding_is_told_once_where_there_is_no_picture(tmp_path: Path) -> None:

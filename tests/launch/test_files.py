@@ -1,4 +1,4 @@
-"""Files that grow are followed, and a run's folder is kept in order."""
+"""The last lines of a log are found, and a run's folder is kept in order."""
 
 from __future__ import annotations
 
@@ -8,31 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.launch import files
-from streamrl.launch.files import Tail, Warnings, cut, keep_in_order, last_lines
-
-
-def test_only_complete_new_lines(tmp_path: Path) -> None:
-    file = tmp_path / "log"
-    tail = Tail(file)
-    assert tail.new_lines() == []
-    file.write_text("one\ntw")
-    assert tail.new_lines() == ["one"]
-    with file.open("a") as stream:
-        stream.write("o\nthree\n")
-    assert tail.new_lines() == ["two", "three"]
-    assert tail.new_lines() == []
-
-
-def test_warnings_of_all_logs(tmp_path: Path) -> None:
-    gserver = tmp_path / "gserver-0.log"
-    gserver.write_text("12:00:00 ERROR   gserver/0 is said of an earlier start of the run\n")
-    warnings = Warnings(tmp_path)
-    assert warnings.recent() == []
-    with gserver.open("a") as log:
-        log.write("12:00:00 INFO    gserver/0 ready\n12:00:01 WARNING gserver/0 slow\nTraceback WARNING\n")
-    (tmp_path / "rollout-0.log").write_text("12:00:02 ERROR   rollout/0 RewardError: no\n")
-    assert warnings.recent() == ["gserver/0 slow", "rollout/0 RewardError: no"]
-    assert warnings.recent() == ["gserver/0 slow", "rollout/0 RewardError: no"]
+from streamrl.launch.files import cut, keep_in_order, last_lines
 
 
 def test_last_lines(tmp_path: Path) -> None:
@@ -44,29 +20,15 @@ def test_last_lines(tmp_path: Path) -> None:
 
 def test_a_log_that_is_too_long_is_cut_while_its_process_writes_on(tmp_path: Path) -> None:
     file = tmp_path / "gserver-0.log"
-    warnings = Warnings(tmp_path)
     with file.open("ab", buffering=0) as writer:
         for number in range(3):
             writer.write(b"12:00:00 WARNING gserver/0 the first\n" * 10)
             cut(file, most=100)
             assert file.stat().st_size == 0, number
-            assert warnings.recent() == []
             cut(file, most=100)
         writer.write(b"12:00:00 WARNING gserver/0 the last\n")
     assert file.read_bytes() == b"12:00:00 WARNING gserver/0 the last\n"
     assert (tmp_path / "gserver-0.log.1").read_bytes().count(b"the first") == 10, "one older file is kept"
-    assert warnings.recent() == ["gserver/0 the last"]
-
-
-def test_warnings_are_followed_beyond_a_cut(tmp_path: Path) -> None:
-    file = tmp_path / "gserver-0.log"
-    warnings = Warnings(tmp_path)
-    file.write_text("12:00:00 WARNING gserver/0 one that is long\n")
-    assert len(warnings.recent()) == 1
-    cut(file, most=1)
-    with file.open("a") as writer:
-        writer.write("12:00:00 WARNING gserver/0 two\n")
-    assert warnings.recent() == ["gserver/0 one that is long", "gserver/0 two"]
 
 
 async def test_a_full_disk_is_told_once_and_so_is_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

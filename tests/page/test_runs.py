@@ -16,7 +16,7 @@ from streamrl.config import from_dict, to_toml
 from streamrl.errors import ConfigError
 from streamrl.page import answers
 from streamrl.page.lanes import MOST_PIECES, Lane, lanes
-from streamrl.page.logs import tail
+from streamrl.records.logs import tail
 from streamrl.records.rollouts import FOLDER
 from streamrl.records.rollouts_writer import RolloutWriter
 from streamrl.records.view import RunView, found_in, read_run

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 MOST_BYTES = 512 * 2**10
-"""Length of the end of each log that is read."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 DAY = 86400.0
 _LINE = re.compile(r"^(\d\d):(\d\d):(\d\d) (DEBUG|INFO|WARNING|ERROR|CRITICAL) +(.*)$")
@@ -35,34 +34,40 @@ def processes_with_logs(folder: Path) -> list[str]:
 
 
 def tail(
-    folder: Path, *, processes: Collection[str] = (), level: str = "DEBUG", text: str = "", most: int = 500
+    folder: Path,
+    *,
+    processes: Collection[str] = (),
+    level: str = "DEBUG",
+    text: str = "",
+    most: int = 500,
+    most_bytes: int = MOST_BYTES,
 ) -> list[LogLine]:
     """Return the last `most` entries of the logs in `folder`, oldest first.
 
     Only entries of `processes` (empty: all), of `level` or above (output without a level counts as INFO), that contain
-    `text` in upper or lower case.
+    `text` in upper or lower case. `most_bytes`: length of the end of each log that is read.
     """
     least, wanted = LEVELS.index(level), text.lower()
     found = [
         line
         for name in processes_with_logs(folder)
         if not processes or name in processes
-        for line in _entries(folder / f"{name}.log", process=name)
+        for line in _entries(folder / f"{name}.log", process=name, most=most_bytes)
         if LEVELS.index(line.level or "INFO") >= least and wanted in line.text.lower()
     ]
     return sorted(found, key=lambda line: line.time)[-most:]
 
 
-def _entries(file: Path, *, process: str) -> list[LogLine]:
+def _entries(file: Path, *, process: str, most: int) -> list[LogLine]:
     try:
         with file.open("rb") as stream:
             state = os.fstat(stream.fileno())
-            stream.seek(max(0, state.st_size - MOST_BYTES))
-            data = stream.read(MOST_BYTES)
+            stream.seek(max(0, state.st_size - most))
+            data = stream.read(most)
     except OSError:
         return []
     lines = data.decode(errors="replace").split("\n")
-    if state.st_size > MOST_BYTES:
+    if state.st_size > most:
         lines = lines[1:]  # the first one is cut off
     entries: list[tuple[float, str, list[str]]] = []
     for line in lines:

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from streamrl import config as configuration
@@ -26,15 +23,10 @@ from streamrl.launch.process import run_until_stopped, set_up_logging
 from streamrl.launch.processes import plan, visible_gpus
 from streamrl.launch.run_folders import claim_run_dir
 from streamrl.processor import avoid_broken_instructions
-from streamrl.records.metrics import StepFigures, mean_age
 from streamrl.records.sinks import check_installed
-from streamrl.records.view import read_run
 from streamrl.report.summary import write_report
 from streamrl.trainer.replay.plan import OUTCOME, ReplayOutcome, Stretch, changes, stretch
 from streamrl.trainer.replay.recording import read_recording
-
-ROWS = 12
-"""Most steps in the table."""
 
 
 class ReplaySetup(NamedTuple):
@@ -63,9 +55,9 @@ def replay_run(run_dir: Path, console: Console, *, to: Path | None, steps: int |
         return code
     outcome = outcome_of(folder)
     write_report(folder)
-    if outcome.changed or outcome.difference:
-        console.print(comparison_table(outcome, folder))
     console.print(Text(verdict(outcome), style="red" if outcome.difference else ""), soft_wrap=True)
+    if outcome.changed or outcome.difference:
+        console.print(Text(f"streamrl page {run_dir} {folder} compares all figures"), soft_wrap=True)
     return 1 if outcome.difference else 0
 
 
@@ -164,39 +156,3 @@ def verdict(outcome: ReplayOutcome) -> str:
         return f"{text}; nothing is known to differ here: it may be an operation that is not repeatable"
     others = ", ".join(f"{key} {now!r} instead of {was!r}" for key, (was, now) in outcome.environment.items())
     return f"{text}; the likely cause: {others}"
-
-
-def comparison_table(outcome: ReplayOutcome, folder: Path) -> Table:
-    """Return a table of some steps as recorded and as replayed.
-
-    `age`: the mean over tokens; `sample size`: the effective one.
-    """
-    recorded = {step.step: step for step in read_run(Path(outcome.run)).steps}
-    replayed = {step.step: step for step in read_run(folder).steps}
-    title = escape(f"{outcome.run}: as recorded → as replayed")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-    for heading in ("step", "reward", "age", "loss", "grad norm", "sample size", "clipped"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    count = len(replayed)
-    shown = sorted({round(i * (count - 1) / max(min(count, ROWS) - 1, 1)) for i in range(min(count, ROWS))})
-    for number in (sorted(replayed)[place] for place in shown):
-        before, now = recorded.get(number), replayed[number]
-        figures = [
-            _pair(before, now, name, form)
-            for name, form in (
-                ("loss", ".3f"),
-                ("grad_norm", ".3f"),
-                ("effective_sample_size", ".3f"),
-                ("clip_share", ".0%"),
-            )
-        ]
-        age = mean_age(now.token_ages)
-        told = "–" if age is None else f"{age:.2f}"
-        table.add_row(str(number), f"{now.metrics['reward_mean']:.3f}", told, *figures)
-    return table
-
-
-def _pair(before: StepFigures | None, now: StepFigures, name: str, form: str) -> str:
-    was = before.metrics.get(name) if before is not None else None
-    new = now.metrics.get(name)
-    return " → ".join("–" if value is None else f"{value:{form}}" for value in (was, new))

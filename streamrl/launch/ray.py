@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from streamrl.launch.run_folders import resume_words, resumed, run_folder
 from streamrl.records import progress
 from streamrl.retry import Retry
 from streamrl.transport.secret import Secret
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -137,24 +138,19 @@ class PlacementGroups:
             self._of |= {member: (name, index) for index, member in enumerate(members)}
 
     async def until_ready(self, *, seconds: float) -> None:
-        """Wait until Ray has room for all groups; raises `DeadlineExceeded`, which names the missing resources."""
+        """Wait until Ray has room for all groups; raises `DeadlineExceeded` after `seconds`."""
         ready = {asyncio.ensure_future(_future(group.ready())): name for name, group in self._groups.items()}
         _, waiting = await asyncio.wait(ready, timeout=min(seconds, PLACE_WARNING_SECONDS))
         if waiting and seconds > PLACE_WARNING_SECONDS:
-            log.warning("waiting for Ray to find room: %s", self._missing())
+            log.warning("waiting for Ray to find room for the run: `ray status` shows what it lacks")
             _, waiting = await asyncio.wait(waiting, timeout=seconds - PLACE_WARNING_SECONDS)
         if waiting:
             names = ", ".join(sorted(ready[future] for future in waiting))
-            for future in waiting:
-                future.cancel()  # else it fails when its group is removed, as an exception that is never retrieved
+            await cancel(*waiting)  # else they fail when their groups are removed, and nothing retrieves the error
             raise DeadlineExceeded(
-                f"waited {seconds:.0f} s for Ray to find room for the placement groups of {names} in vain: "
-                f"{self._missing()}"
+                f"waited {seconds:.0f} s for Ray to find room for the placement groups of {names} in vain: `ray "
+                "status` shows what the cluster has, and `streamrl launch ray --dry-run` what the run needs"
             )
-
-    def _missing(self) -> str:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return missing(list(self._bundles.values()), nodes=nodes, free=ray.available_resources())
 
     def actor(self, process: ProcessPlan, *arguments: str) -> Any:
         """Return a new `Keeper` in the bundle of `process`."""
@@ -182,31 +178,6 @@ class PlacementGroups:
 def bundle(needed: Needs) -> dict[str, float]:
     """Return the resources to request from Ray for processes with these needs."""
     return {"CPU": needed.cores, **({"GPU": needed.gpus} if needed.gpus else {})}
-
-
-def missing(
-    bundles: Sequence[Mapping[str, float]], *, nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]
-) -> str:
-    """Return in words the resources that keep `bundles` from being placed.
-
-    `nodes`: all resources of each node; `free`: the sum of the resources that are unused at the moment.
-    """
-    found = []
-    for resource in sorted({name for wanted in bundles for name in wanted}):
-        whole = sum(wanted.get(resource, 0) for wanted in bundles)
-        largest = max(wanted.get(resource, 0) for wanted in bundles)
-        there = [node.get(resource, 0) for node in nodes]
-        if sum(there) < whole:
-            found.append(f"{resource}: the run needs {whole:g}, the cluster's {len(nodes)} nodes have {sum(there):g}")
-        elif max(there, default=0) < largest:
-            found.append(f"{resource}: one process needs {largest:g}, no node has more than {max(there):g}")
-        elif free.get(resource, 0) < whole:
-            taken = sum(there) - free.get(resource, 0)
-            found.append(f"{resource}: the run needs {whole:g}, of the cluster's {sum(there):g} others have {taken:g}")
-    return (
-        "; ".join(found)
-        or "there is enough of everything in all, but not on nodes where processes fit; see `ray status`"
-    )
 
 
 class KeptChild(Child):

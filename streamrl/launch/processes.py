@@ -123,13 +123,13 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
 
     If there are several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns.
     """
-    planner = _Planner(config, gpus)
-    return [
-        planner.one("controller", 0),
-        *planner.several("gserver", range(config.gserver.count)),
-        *planner.several("model_worker", range(config.trainer.workers)),
-        *planner.several("rollout", range(config.rollout.workers)),
-    ]
+    counts: dict[PlanRole, int] = {
+        "controller": 1,
+        "gserver": config.gserver.count,
+        "model_worker": config.trainer.workers,
+        "rollout": config.rollout.workers,
+    }
+    return _planned(config, [(role, index) for role, count in counts.items() for index in range(count)], gpus)
 
 
 class TrainerShare(msgspec.Struct, frozen=True):
@@ -195,45 +195,35 @@ def plan_trainer(config: Config, *, share: TrainerShare, gpus: Sequence[str] = (
     """
     if share.nodes == 1:
         return [process for process in plan(config, gpus=gpus) if process.role == "model_worker"]
-    planner = _Planner(config, share.of(gpus), of_machine=gpus)
-    return planner.several("model_worker", share.ranks(config.trainer.workers))
+    ranks = share.ranks(config.trainer.workers)
+    return _planned(config, [("model_worker", rank) for rank in ranks], share.of(gpus), of_machine=len(gpus))
 
 
 def plan_pool(
     config: Config, role: MemberRole, *, indices: Sequence[int], gpus: Sequence[str] = ()
 ) -> list[ProcessPlan]:
     """Return gservers or rollout workers that have machines of their own."""
-    return _Planner(config, gpus).several(role, indices)
+    return _planned(config, [(role, index) for index in indices], gpus)
 
 
-class _Planner:
-    """Plans processes one after another; those that compute models take turns with the GPUs."""
+def _planned(
+    config: Config, wanted: Iterable[tuple[PlanRole, int]], gpus: Sequence[str], *, of_machine: int = 0
+) -> list[ProcessPlan]:
+    """Return the processes `wanted` (role and index); those that compute models take turns with the `gpus`.
 
-    def __init__(self, config: Config, gpus: Sequence[str], *, of_machine: Sequence[str] = ()) -> None:
-        """`of_machine`: all GPUs of the machine, if `gpus` are one process's share of them."""
-        self._config = config
-        self._gpus = gpus
-        self._are_dealt = len(of_machine or gpus) > 1
-        self._device = _device(config, gpus)
-        self._taken = 0
-        self._ranks: dict[PlanRole, int] = {"gserver": _ranks_of_a_gserver(config), "model_worker": 1}
-        """Number of GPUs that a process can use."""
-
-    def several(self, role: PlanRole, indices: Iterable[int]) -> list[ProcessPlan]:
-        return [self.one(role, index) for index in indices]
-
-    def one(self, role: PlanRole, index: int) -> ProcessPlan:
-        gpus, own, ranks = self._gpus, list[str](), self._ranks.get(role, 0)
-        if self._device == "cuda" and self._are_dealt:
-            own = [gpus[(self._taken + rank) % len(gpus)] for rank in range(ranks)]
-        self._taken += ranks
-        return ProcessPlan(
-            role=role,
-            index=index,
-            threads=threads_of(role, self._config),
-            device=(f"cuda (GPU {', '.join(own)})" if own else self._device) if ranks else "-",
-            gpus=own,
-        )
+    `of_machine`: number of GPUs of the machine, if `gpus` are one process's share of them.
+    """
+    device, taken, found = _device(config, gpus), 0, []
+    dealt = device == "cuda" and (of_machine or len(gpus)) > 1
+    usable: dict[PlanRole, int] = {"gserver": _ranks_of_a_gserver(config), "model_worker": 1}
+    for role, index in wanted:
+        ranks = usable.get(role, 0)
+        own = [gpus[(taken + rank) % len(gpus)] for rank in range(ranks)] if dealt else []
+        taken += ranks
+        shown = f"cuda (GPU {', '.join(own)})" if own else device
+        plan = ProcessPlan(role, index, threads_of(role, config), device=shown if ranks else "-", gpus=own)
+        found.append(plan)
+    return found
 
 
 def fitted(config: Config, *, gpus: Sequence[str]) -> Config:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from streamrl.cli_options import SIZES, command, described, load_help_renderer
+from streamrl.cli_options import SIZES, add_removed, command, described, load_help_renderer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +35,8 @@ app = typer.Typer(
 )
 launch = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(launch, name="launch", help="Start a whole run on a cluster, as \\[launch] in CONFIG describes.")
+
+add_removed(app)
 
 POOLS, LOOK = "Pools, started by hand", "Looking"
 """Panels of the help text."""
@@ -183,25 +185,6 @@ def replay_rank(config: Path, run_dir: Path, *, index: int = 0, last_step: int, 
 
     code = run_replay_rank(config, run_dir=run_dir, index=index, last_step=last_step, meeting_place=meeting_place)
     raise typer.Exit(code)
-
-
-REMOVED = {
-    **dict.fromkeys(("manager", "master"), "`streamrl controller CONFIG` starts the process of both"),
-    "evaluator": "rollout workers make evaluations, and `streamrl rollout CONFIG` starts these",
-}
-"""Commands of earlier versions, and their replacements."""
-
-
-def _refuse_removed(given: typer.Context) -> None:
-    from streamrl.errors import ConfigError
-
-    raise ConfigError(f"there is no `streamrl {given.info_name}` any more: {REMOVED[given.info_name or '']}")
-
-
-for old in REMOVED:
-    app.command(old, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(
-        _refuse_removed
-    )
 
 
 @command(app, POOLS)

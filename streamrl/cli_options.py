@@ -127,6 +127,11 @@ SIZES: dict[str, Row] = {
 """Options of `streamrl plan`."""
 SIZE = "With --model-shape"
 """Their panel in the help text."""
+REMOVED = {
+    **dict.fromkeys(("manager", "master"), "`streamrl controller CONFIG` starts the process of both"),
+    "evaluator": "rollout workers make evaluations, and `streamrl rollout CONFIG` starts these",
+}
+"""Commands of earlier versions, and their replacements."""
 
 Function = TypeVar("Function", bound=Callable[..., None])
 
@@ -153,6 +158,19 @@ def command(of: typer.Typer, panel: str | None = None, **more: Any) -> Callable[
         return of.command(rich_help_panel=panel, **more)(described(function))
 
     return add
+
+
+def add_removed(app: typer.Typer) -> None:
+    """Add hidden commands with the names of `REMOVED`, which name the replacement."""
+
+    def refuse(given: typer.Context) -> None:
+        from streamrl.errors import ConfigError
+
+        raise ConfigError(f"there is no `streamrl {given.info_name}` any more: {REMOVED[given.info_name or '']}")
+
+    for name in REMOVED:
+        any_words = {"ignore_unknown_options": True, "allow_extra_args": True}
+        app.command(name, hidden=True, context_settings=any_words)(refuse)
 
 
 def load_help_renderer() -> None:

@@ -15,6 +15,7 @@ import typer
 from rich.markup import render
 
 from streamrl import cli
+from streamrl.cli_options import REMOVED
 from streamrl.errors import ConfigError
 from streamrl.launch.processes import COMPONENTS
 from tests.e2e.preloaded import run_command
@@ -171,8 +172,8 @@ def test_a_run_that_cannot_begin_leaves_no_folder_and_reports_nothing(config: Pa
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["manager", "CONFIG", "--port", "7000"], cli.REMOVED["manager"]),
-        (["master", "--manager", "http://h:1"], cli.REMOVED["master"]),
+        (["manager", "CONFIG", "--port", "7000"], REMOVED["manager"]),
+        (["master", "--manager", "http://h:1"], REMOVED["master"]),
         (
             ["evaluator", "CONFIG", "--manager", "http://h:1"],
             "rollout workers make evaluations, and `streamrl rollout CONFIG` starts these",

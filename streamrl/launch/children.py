@@ -155,7 +155,7 @@ class Children:
         """Start `process` with `command`; `next_exit` returns it at its end.
 
         `waits`: it reads a line from its input (`Child.send`). It inherits the descriptors `pass_fds`."""
-        log_file = self._logs / process.log_name if self._logs else None
+        log_file = self._log_of(process)
         environment = process.environment
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(log_file.open("ab")) if log_file else None
@@ -241,6 +241,9 @@ class Children:
                 log.warning("%s did not stop within %.0f s: ended by force", child.name, GRACE_SECONDS)
                 child.signal(signal.SIGKILL)
         await asyncio.wait(ends)
+
+    def _log_of(self, process: ProcessPlan) -> Path | None:
+        return self._logs / process.log_name if self._logs else None
 
     def _watch(self, child: Child) -> None:
         self._ends[child] = essential.begin(self._see_end(child), name=f"end of {child.name}")

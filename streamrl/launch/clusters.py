@@ -47,9 +47,9 @@ class Needs(msgspec.Struct, frozen=True):
     gpus: int
 
 
-def pools(config: Config, *, gpus: Sequence[str] = ()) -> dict[PoolName, list[ProcessPlan]]:
-    """Return the processes of each pool of a run. With empty `gpus`, `run.device = "auto"` means the CPU."""
-    processes = plan(config, gpus=gpus)
+def pools(config: Config) -> dict[PoolName, list[ProcessPlan]]:
+    """Return the processes of each pool of a run; `run.device = "auto"` means the CPU."""
+    processes = plan(config)
     return {name: [p for p in processes if p.role in roles] for name, roles in MEMBERS.items()}
 
 

@@ -31,20 +31,19 @@ RATES_KEPT = 2000
 class StatusHistory:
     """The last statuses of a run, and rates from the differences of their counters."""
 
-    def __init__(self, *, started: float, window_seconds: float = WINDOW_SECONDS) -> None:
+    def __init__(self, *, started: float) -> None:
         """`started`: on the same clock as every `now`."""
         self.started = started
         self.last: Status | None = None
         self.generated_rates: deque[float] = deque(maxlen=RATES_KEPT)
         """Tokens per second of the generation pool, one value for each status."""
-        self._window = window_seconds
         self._seen: deque[tuple[float, dict[str, ProcessStatus]]] = deque()
 
     def add(self, status: Status, *, now: float) -> None:
         self.last = status
         gservers = {f"{p.index}/{p.pid}": p for p in status.processes if p.role == "gserver"}
         self._seen.append((now, gservers))
-        while len(self._seen) > 2 and now - self._seen[0][0] > self._window:
+        while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_SECONDS:
             self._seen.popleft()
         if self._servers_in_both():
             self.generated_rates.append(self._growth("tokens_generated_total"))

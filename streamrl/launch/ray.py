@@ -221,7 +221,6 @@ class KeptChildren(Children):
         super().__init__(logs, secret)
         self._patience = config.limits.start_seconds
         self._places = places
-        self._folder = logs
         settings = configuration.to_toml(config)
         self._arguments = (os.getcwd(), str(config.run_dir / configuration.CONFIG_FILE), settings, secret.revealed)
 
@@ -272,7 +271,7 @@ class KeptChildren(Children):
         return waiting.result()
 
     def _kept(self, process: ProcessPlan, actor: Any, pid: int) -> Child:
-        child = KeptChild(process, actor, pid=pid, log_file=self._folder / process.log_name)
+        child = KeptChild(process, actor, pid=pid, log_file=self._log_of(process))
         self._watch(child)
         return child
 

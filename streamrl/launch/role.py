@@ -221,7 +221,7 @@ def run_checkpoint(config_file: Path, overrides: Sequence[str], *, on_ready: Cal
 
     def prepare() -> Component:
         avoid_broken_instructions()
-        folder = _made_model(configuration.load(config_file, overrides))
+        folder = _load(COMPONENTS["checkpoint"])(configuration.load(config_file, overrides))
 
         async def report() -> None:
             on_ready(str(folder))
@@ -263,12 +263,6 @@ def _component(role: str, config: Config) -> Callable[..., Any]:
     os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch
     avoid_broken_instructions()
     return _load(*imports_of(role, config))
-
-
-def _made_model(config: Config) -> Path:
-    """Return the run's model folder, which is made if necessary."""
-    folder: Path = _load(COMPONENTS["checkpoint"])(config)
-    return folder
 
 
 def _load(component: str, *further: str) -> Callable[..., Any]:

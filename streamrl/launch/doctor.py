@@ -377,14 +377,18 @@ def open_files() -> DoctorLine:
 def folders(*, cache: Path | None = None) -> Iterator[DoctorLine]:
     """Check the folder in which models and compiled libraries are kept between runs."""
     folder = cache or cache_home()
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-        free = shutil.disk_usage(there).free
+        free = room_in(folder)
     except OSError as error:
         found = f"{folder} cannot be written: {error.strerror or error}"
         yield _line("cache", found, "set STREAMRL_CACHE to a folder that can be written", needed=True)
         return
     do = f"models need more than {CACHE_GIB:g} GiB: set STREAMRL_CACHE to a larger disk"
     yield _line("cache", f"{folder}, {free / GIB:.1f} GiB free", "" if free >= CACHE_GIB * GIB else do)
+
+
+def room_in(folder: Path) -> int:
+    """Return the free bytes where `folder` is or would be made; raises `OSError` if nothing can be written there."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    with tempfile.TemporaryFile(dir=there):
+        return shutil.disk_usage(there).free

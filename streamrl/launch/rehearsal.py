@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shutil
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from streamrl.config.trainer import RoleName, role_config
 from streamrl.errors import ConfigError, DataError, RewardError, StreamRLError
 from streamrl.hooks import is_hook, load_hook
 from streamrl.importing import load_object
+from streamrl.launch.doctor import room_in
 from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
 from streamrl.lora import adapter_specs
@@ -220,7 +220,11 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
     folders = {"run.dir": config.run_dir, "STREAMRL_CACHE": cache_home()}
     for setting, folder in folders.items():
         with found.part("folders"):
-            found.tried.append(_write_into(setting, folder.expanduser().absolute()))
+            try:
+                free = room_in(folder.expanduser())
+            except OSError as error:
+                raise ConfigError(f"{setting}: {folder} cannot be written: {error.strerror}") from error
+            found.tried.append(f"{setting}: {folder} can be written ({free / 1e9:.1f} GB free)")
     if config.run_dir.exists():
         found.tried.append(f"{config.run_dir} exists: a new run would take the next free number behind its name")
     if config.gserver.server is not None:
@@ -247,15 +251,6 @@ def _listen(host: str, port: int) -> None:
             f"{where}: nothing can listen there ({error.strerror or error}); give an address of this machine"
             + (", and a port that is free (0: any)" if port else "")
         ) from error
-
-
-def _write_into(setting: str, folder: Path) -> str:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigError(f"{setting}: {folder} cannot be made: {there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting}: {folder} cannot be written: {there} does not allow it")
-    return f"{setting}: {folder} can be written ({shutil.disk_usage(there).free / 1e9:.1f} GB free)"
 
 
 def _find_server(title: str, engine: str, python: str) -> str:

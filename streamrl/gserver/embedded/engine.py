@@ -34,7 +34,6 @@ from streamrl.gserver.embedded.architecture import Unsupported, read_architectur
 from streamrl.gserver.embedded.graphs import CudaRecorder, GraphedModel
 from streamrl.gserver.embedded.model import KVCache, Model, SlotCache, StepModel
 from streamrl.gserver.embedded.request import Request
-from streamrl.gserver.embedded.sampler import sample
 from streamrl.gserver.embedded.scheduler import PREFILL_TOKENS, DeterministicScheduler, Event, Scheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.gserver.server.engine import GenerationFailed, Job, Output, QueueFull, Text, Ticket
@@ -146,11 +145,13 @@ class EmbeddedEngine:
         lora: LoraConfig | None = None,
         adapter: Path | None = None,
         cuda_graphs: bool = True,
+        overlap: bool = True,
     ) -> None:
         """`folder`: a Hugging Face checkpoint. `text`: its tokenizer; None: read from `folder`. `max_running`:
         responses that are computed together. `rounds`: whether the model's weights are rounded as int8 would. `lora`:
         updates bring adapters of the model in `folder`; the first adapter is the one in `adapter`, or one that changes
-        nothing if `adapter` is None. `cuda_graphs`: on a GPU, decode steps are recorded (`graphs.py`)."""
+        nothing if `adapter` is None. `cuda_graphs`: on a GPU, decode steps are recorded (`graphs.py`). `overlap`: then
+        a decode step is launched before the tokens of the previous one are read."""
         compute_with(1)  # the engine computes in a separate thread
         self.model_path = str(folder)
         self._folder = folder
@@ -194,12 +195,12 @@ class EmbeddedEngine:
         self._scheduler = scheduler(
             model=model,
             cache=cache,
-            sample=model.sample if isinstance(model, GraphedModel) else sample,
             max_running=max_running,
             version=version,
             prefill_tokens=prefill_tokens,
             prefix_cache_bytes=prefix_cache_bytes,
             adapter=self._adapters.served if self._adapters is not None else None,
+            overlap=overlap,
         )
         self._updated: DoubleBufferedWeights | Adapters = self._adapters or self._weights
         """The part of the model that updates change."""
@@ -249,7 +250,7 @@ class EmbeddedEngine:
         weights, longest = self._weights.served, self.max_context
         if graphs:
             record = CudaRecorder(self._device)
-            return GraphedModel(weights, cache, max_length=longest, record=record, pinned=True), cache, Scheduler
+            return GraphedModel(weights, cache, max_length=longest, record=record), cache, Scheduler
         model = Model(weights, cache, max_length=longest, copies_cache=deterministic)
         return model, cache, DeterministicScheduler if deterministic else Scheduler
 

@@ -64,6 +64,11 @@ class Request:
         return self.produced < self.job.params.min_new_tokens and bool(self.stop_token_ids)
 
     @property
+    def needs_logits(self) -> bool:
+        """Whether its next token takes more than a plain draw."""
+        return self.may_not_stop or not self.draw.plain or self.job.top_logprobs_num > 0
+
+    @property
     def is_to_be_told(self) -> bool:
         """Whether its last token triggers a report before the end."""
         interval = self.job.stream_interval

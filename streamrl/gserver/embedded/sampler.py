@@ -7,7 +7,7 @@ cumulative distribution. Rows with top-p, top-k or min-p are drawn from their li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -54,10 +54,6 @@ class SamplerOutput(msgspec.Struct, frozen=True):
     tokens: list[int]
     logprobs: list[float]
     """Log-probabilities under the temperature-scaled distribution before top-p, top-k and min-p, in nats."""
-
-
-Sample = Callable[[Tensor, Sequence[Draw], Sequence[int]], SamplerOutput]
-"""`sample`, or a faster one."""
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> SamplerOutput:

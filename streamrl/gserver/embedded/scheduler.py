@@ -14,6 +14,15 @@ again after a retraction. With this scheduler, the shapes of a request's passes 
 whole prompt, then token after token. Its invariant: tokens and log-probabilities do not depend, bit for bit, on other
 requests or on the arrival time of a request.
 
+With CUDA graphs, the scheduler launches the next decode step before it reads the tokens of the present one, so that the
+device computes while the host accepts tokens. The step in flight is a guess: that the same requests continue with the
+same weights. It changes no state of the scheduler, which reads its results only if a new step would compute the same.
+Invariant: each step computes the same requests with graphs of the same shape as without a step in flight, and leaves
+the same state. A prompt that arrives waits for the step in flight. If a request ends, its row is not read. The
+scheduler launches another step after a retraction, new weights, or the end of so many requests that a smaller graph
+serves the others. The slot of an ended request may be filled at once, because the device computes in the order of
+launches.
+
 A request without new tokens, whose prompt is only scored, waits neither for a slot nor for a pause to end: it is
 computed next, in a slot behind the others. A comparison of weights would otherwise come after those weights.
 
@@ -36,10 +45,11 @@ from torch import Tensor
 
 from streamrl.errors import Refused
 from streamrl.gserver.embedded.adapters import Adapter
+from streamrl.gserver.embedded.graphs import DecodeStep, GraphedModel
 from streamrl.gserver.embedded.model import Extension, SlotCache, StepModel
 from streamrl.gserver.embedded.prefix_cache import PrefixCache
 from streamrl.gserver.embedded.request import Request
-from streamrl.gserver.embedded.sampler import Sample, sample, scaled_logprobs
+from streamrl.gserver.embedded.sampler import SamplerOutput, sample, scaled_logprobs
 from streamrl.gserver.embedded.weights import Parameters
 from streamrl.gserver.server.engine import Output, Ticket
 from streamrl.transport.generation import FinishReason, PauseMode
@@ -57,6 +67,19 @@ Event = tuple[Ticket, Output | str]
 """A ticket with its output, or with the reason of its failure."""
 
 
+class LaunchedStep(msgspec.Struct, frozen=True):
+    """A decode step on the device."""
+
+    step: DecodeStep
+    rows: dict[Request, int]
+    """The row of each request."""
+
+    def read(self, requests: Sequence[Request]) -> SamplerOutput:
+        """Wait for the step and return the tokens of `requests`."""
+        drawn, rows = self.step.read(), [self.rows[request] for request in requests]
+        return SamplerOutput([drawn.tokens[row] for row in rows], [drawn.logprobs[row] for row in rows])
+
+
 class Scheduler:
     """Owns the requests and the cache; `step` computes, and leaves the outputs for the tickets in `events`."""
 
@@ -72,11 +95,12 @@ class Scheduler:
         prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache_bytes: int = 0,
         adapter: Adapter | None = None,
-        sample: Sample = sample,
+        overlap: bool = True,
     ) -> None:
         """`cache` has a slot more than `max_running`, for prompts that are only scored. `prefill_tokens`: number of
         prompt tokens computed between two decode steps while no request runs. `prefix_cache_bytes`: see `PrefixCache`.
-        `adapter`: for requests that begin before the first new one."""
+        `adapter`: for requests that begin before the first new one. `overlap`: with CUDA graphs, launch a decode step
+        before the tokens of the previous one are read."""
         self.version = version
         self.paused = False
         self.running: list[Request | None] = []
@@ -91,7 +115,8 @@ class Scheduler:
         self.decode_seconds = 0.0
         """Duration of the latest decode step."""
         self._model = model
-        self._sample = sample
+        self._graphed = model if isinstance(model, GraphedModel) else None
+        self._overlap = overlap
         self._adapter = adapter
         self._cache = cache
         self._max_running = max_running
@@ -99,6 +124,8 @@ class Scheduler:
         self._prefixes = PrefixCache(cache, capacity=prefix_cache_bytes)
         self._cut: tuple[Request, int] | None = None
         """The request with a cut prompt, and the slot with the computed part of it."""
+        self._ahead: LaunchedStep | None = None
+        """The step in flight; it has a row for every running request."""
 
     @property
     def idle(self) -> bool:
@@ -168,6 +195,7 @@ class Scheduler:
     def new_weights(self, parameters: Parameters, version: str | None) -> None:
         """Compute with `parameters` from the next step on."""
         self._model.parameters = parameters
+        self._ahead = None
         self._forget_prefixes()
         if version is not None:
             self.set_version(version)
@@ -207,6 +235,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         self._score()
+        if self.occupied and self._ahead is not None:
+            return
+        self._ahead = None  # all of its requests have ended or were retracted
         batch, cut = self._next_batch()
         if batch:
             self._try_prompts(batch, lambda: self._prefill(batch))
@@ -353,7 +384,8 @@ class Scheduler:
             if last is None:
                 continue
             hole = self.running.index(None)
-            self._cache.copy(len(self.running), [hole], len(last.tokens) - 1)
+            # All tokens: the last one's keys and values are there if a step in flight computes them.
+            self._cache.copy(len(self.running), [hole], len(last.tokens))
             self._prefixes.move(len(self.running), hole)
             self.running[hole] = last
 
@@ -370,10 +402,43 @@ class Scheduler:
 
     def _decode_running(self, requests: Sequence[Request]) -> None:
         """Generate a token for each of `requests`; request i is in slot i."""
+        if (launched := self._launched(requests)) is not None:
+            if self._overlap and self._continues(requests):
+                self._ahead = self._launch(requests, after=launched)
+            self._give(range(len(requests)), launched.read(requests))
+            return
         positions = [len(request.tokens) - 1 for request in requests]
         adapters = [request.adapter for request in requests] if self._adapter is not None else ()
         logits = self._model.decode([request.tokens[-1] for request in requests], positions, adapters=adapters)
         self._sample_for(range(len(requests)), logits)
+
+    def _launched(self, requests: Sequence[Request]) -> LaunchedStep | None:
+        """Return a step for `requests` on the device: the one in flight if it has the right shape, else a new one.
+        Return None if graphs do not serve them."""
+        ahead, self._ahead = self._ahead, None
+        if self._graphed is None or self._adapter is not None or any(request.needs_logits for request in requests):
+            return None
+        size = self._graphed.size([len(request.tokens) - 1 for request in requests])
+        return ahead if ahead is not None and ahead.step.size == size else self._launch(requests)
+
+    def _continues(self, requests: Sequence[Request]) -> bool:
+        """Return whether the step after that of `requests` is one of the same requests, as far as the host knows."""
+        prompt_is_next = self.waiting and len(requests) < self._max_running
+        all_end = all(request.produced + 1 == request.job.params.max_new_tokens for request in requests)
+        return not (prompt_is_next or all_end)
+
+    def _launch(self, requests: Sequence[Request], *, after: LaunchedStep | None = None) -> LaunchedStep | None:
+        """Launch a step for `requests`: the next one, or else the one that follows `after`."""
+        assert self._graphed is not None
+        later = int(after is not None)
+        step = self._graphed.launch(
+            [request.tokens[-1] if after is None else after.rows[request] for request in requests],
+            [len(request.tokens) - 1 + later for request in requests],
+            [request.draw for request in requests],
+            [request.produced + later for request in requests],
+            follows=after is not None,
+        )
+        return None if step is None else LaunchedStep(step, {request: i for i, request in enumerate(requests)})
 
     def _sample_for(self, slots: Sequence[int], logits: Tensor) -> None:
         """Give the requests in `slots` a token each, drawn from their rows of `logits`."""
@@ -381,9 +446,14 @@ class Scheduler:
         for i, request in enumerate(requests):
             if request.may_not_stop:
                 logits[i, list(request.stop_token_ids)] = -math.inf
-        sampled = self._sample(logits, [r.draw for r in requests], [len(r.logprobs) for r in requests])
+        sampled = sample(logits, [r.draw for r in requests], [r.produced for r in requests])
         self._add_top_logprobs(requests, logits)
-        for slot, request, token, logprob in zip(slots, requests, sampled.tokens, sampled.logprobs, strict=True):
+        self._give(slots, sampled)
+
+    def _give(self, slots: Sequence[int], sampled: SamplerOutput) -> None:
+        """Give the requests in `slots` the `sampled` tokens."""
+        for slot, token, logprob in zip(slots, sampled.tokens, sampled.logprobs, strict=True):
+            request = self._at(slot)
             if math.isnan(logprob):
                 self._cache.clear(slot)
                 self._fail([request], "the model computed NaN: its weights are broken")

@@ -1,8 +1,8 @@
-"""Decode steps whose computation is recorded: on a CPU, recording a computation is to keep it."""
+"""Decode steps whose computation is recorded, tried on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,32 +12,18 @@ from hypothesis import strategies as st
 
 from streamrl.gserver.embedded import graphs
 from streamrl.gserver.embedded.architecture import read_architecture
-from streamrl.gserver.embedded.graphs import GraphedModel, Replay, filled_length, filled_rows
+from streamrl.gserver.embedded.graphs import GraphedModel, filled_length, filled_rows
 from streamrl.gserver.embedded.model import Extension, KVCache, Model
 from streamrl.gserver.embedded.sampler import Draw, sample
 from streamrl.gserver.embedded.weights import Parameters
+from tests.gserver.recorder import Recorder
 from tests.gserver.tiny import make_model, prompt, save
 
 CPU = torch.device("cpu")
 SLOTS, LONGEST = 20, 300
 
 
-class Recorder:
-    """Counts what is recorded."""
-
-    def __init__(self, *, fails: bool = False) -> None:
-        self.recorded = 0
-        self.fails = fails
-
-    def __call__(self, compute: Replay) -> Replay:
-        if self.fails:
-            raise RuntimeError("no graphs here")
-        self.recorded += 1
-        compute()
-        return compute
-
-
-def models(folder: Path, record: Callable[[Replay], Replay]) -> tuple[Model, GraphedModel]:
+def models(folder: Path, record: Recorder) -> tuple[Model, GraphedModel]:
     architecture = read_architecture(folder)
     made = []
     for spare in (0, 1):
@@ -96,20 +82,35 @@ def test_each_set_of_weights_has_its_own_steps(folder: Path) -> None:
     assert record.recorded == 2
 
 
-def test_recorded_draws_are_those_of_the_sampler(folder: Path) -> None:
+def test_launched_steps_draw_as_the_sampler(folder: Path) -> None:
     record = Recorder()
-    _, graphed = models(folder, record)
-    extend(graphed, [5, 9, 7])
-    logits = graphed.decode([1, 2, 3], [5, 9, 7])
-    before = record.recorded
-    for temperature in (1.0, 0.7):
-        draws = [Draw(seed=i, temperature=temperature) for i in range(3)]
-        assert graphed.sample(logits, draws, [1, 2, 3]) == sample(logits, draws, [1, 2, 3])
-    assert record.recorded == before + 1
-    filtered = [Draw(seed=i, top_p=0.5) for i in range(3)]
-    assert graphed.sample(logits, filtered, [1, 2, 3]) == sample(logits, filtered, [1, 2, 3])
-    others = torch.randn(3, logits.shape[1], generator=torch.Generator().manual_seed(0))
-    assert graphed.sample(others, draws, [1, 2, 3]) == sample(others, draws, [1, 2, 3])
+    plain, graphed = models(folder, record)
+    lengths = [5, 9, 7]
+    for model in (plain, graphed):
+        extend(model, lengths)
+    first = graphed.launch([1, 2, 3], lengths, [Draw(seed=i, temperature=0.7) for i in range(3)], [0, 0, 0])
+    assert first is not None
+    drawn = first.read()
+    expected = sample(plain.decode([1, 2, 3], lengths), [Draw(seed=i, temperature=0.7) for i in range(3)], [0, 0, 0])
+    assert drawn.tokens == expected.tokens
+    assert drawn.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    after = [n + 1 for n in lengths]
+    recorded = record.recorded
+    second = graphed.launch([2, 1], after[:2], [Draw(seed=4)] * 2, [1, 1], follows=True)
+    assert second is not None
+    drawn_next = second.read()
+    assert record.recorded == recorded + 2, "another number of rows"
+    expected = sample(plain.decode([drawn.tokens[2], drawn.tokens[1]], after[:2]), [Draw(seed=4)] * 2, [1, 1])
+    assert drawn_next.tokens == expected.tokens
+    assert drawn_next.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_a_step_beyond_the_cache_is_not_launched(folder: Path) -> None:
+    _, graphed = models(folder, Recorder())
+    extend(graphed, [5])
+    length = graphed.cache.length
+    assert graphed.launch([1], [length - 1], [Draw(seed=0)], [0]) is not None
+    assert graphed.launch([1], [length], [Draw(seed=0)], [0]) is None
 
 
 def test_a_device_without_graphs_computes_as_usual_and_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,6 +120,7 @@ def test_a_device_without_graphs_computes_as_usual_and_says_so(folder: Path, cap
     for step in range(2):
         positions = [5 + step, 9 + step]
         torch.testing.assert_close(graphed.decode([1, 2], positions), plain.decode([1, 2], positions))
+        assert graphed.launch([1, 2], positions, [Draw(seed=0)] * 2, [0, 0]) is None
     assert caplog.text.count("without CUDA graphs") == 1
 
 

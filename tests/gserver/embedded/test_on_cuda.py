@@ -126,8 +126,8 @@ async def test_recorded_steps_draw_the_tokens_of_eager_ones(shape: str, tmp_path
     folders = [save(make_model(shape, seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
     lengths = (3, 40, 40, 90, 150, 5, 7, 60)
     found = []
-    for graphs in (False, True):
-        async with engine_for(folders[0], device=DEVICE, max_running=6, seed=7, cuda_graphs=graphs) as engine:
+    for ways in ({"cuda_graphs": False}, {"overlap": False}, {"overlap": True}):
+        async with engine_for(folders[0], device=DEVICE, max_running=6, seed=7, **ways) as engine:
             outputs = []
             for version in range(4):
                 params = {"sampling_seed": 1, "max_new_tokens": 10}
@@ -138,6 +138,7 @@ async def test_recorded_steps_draw_the_tokens_of_eager_ones(shape: str, tmp_path
                 outputs += await generate(engine, jobs)
                 await engine.load(folders[(version + 1) % 2], str(version + 1))
         found.append(outputs)
-    for eager, recorded in zip(*found, strict=True):
-        assert recorded.output_ids == eager.output_ids
+    for eager, recorded, overlapped in zip(*found, strict=True):
+        assert recorded.output_ids == overlapped.output_ids == eager.output_ids
         assert torch.allclose(torch.tensor(recorded.logprobs), torch.tensor(eager.logprobs), atol=TOLERANCE)
+        assert torch.allclose(torch.tensor(overlapped.logprobs), torch.tensor(eager.logprobs), atol=TOLERANCE)

@@ -602,7 +602,7 @@ def generation(place: Place, name: str) -> list[Row]:
     shape, folder = shape_of(place, name), place.model(name)
     require_memory(place, f"serving {name}", 2.5 * shape.parameters)
 
-    async def measure(graphs: bool) -> list[Row]:
+    async def measure(*, graphs: bool, overlap: bool) -> list[Row]:
         async with EmbeddedEngine(
             folder=folder,
             dtype=torch_dtype(place),
@@ -611,6 +611,7 @@ def generation(place: Place, name: str) -> list[Row]:
             max_context=512,
             prefix_cache_bytes=0,
             cuda_graphs=graphs,
+            overlap=overlap,
         ) as engine:
 
             async def one(count: int, length: int) -> float:
@@ -626,17 +627,20 @@ def generation(place: Place, name: str) -> list[Row]:
                 first = time.perf_counter() - began
                 found = await one(count, new_tokens(place))
                 row = {"model": name, "engine": "streamrl", "cuda_graphs": graphs, "at_once": count}
+                row |= {"overlap": overlap} if graphs else {}
                 row |= {"tokens_per_second": found, "first_seconds": first}
                 if graphs:
                     with profiled(place) as decoding:
                         await one(count, PROFILED_TOKENS)
-                    file = latest(f"gpu-profile-{name}-decoding-{count}.txt".lower())
+                    way = "decoding-overlapped" if overlap else "decoding"
+                    file = latest(f"gpu-profile-{name}-{way}-{count}.txt".lower())
                     file.write_text(f"{PROFILED_TOKENS} tokens for {count} prompts at once, {name}\n{decoding.text}")
                     row |= decoding.figures | {"profile": file.name}
                 rows.append(row)
             return rows
 
-    return asyncio.run(measure(False)) + asyncio.run(measure(True))
+    ways = [(False, False), (True, False), (True, True)]
+    return [row for graphs, overlap in ways for row in asyncio.run(measure(graphs=graphs, overlap=overlap))]
 
 
 def transformers(place: Place, name: str) -> list[Row]:
@@ -873,7 +877,7 @@ STEPS = (
     Step("training 1B", 75, measure=of_shape(training, BILLION, "torch")),
     Step("training 1B, batches of a run", 180, measure=of_shape(training_of_runs, BILLION)),
     Step("training 1B, Megatron", 75, measure=of_shape(training, BILLION, "megatron")),
-    Step("generation 1B", 60, measure=of_shape(generation, BILLION)),
+    Step("generation 1B", 90, measure=of_shape(generation, BILLION)),
     Step("publication 1B, CUDA IPC", 60, measure=of_shape(publication, BILLION, IPC)),
     Step("publication 1B, NCCL", 60, measure=of_shape(publication, BILLION, NCCL)),
     Step("async 1B", 150, measure=of_shape(asynchronous, BILLION)),
@@ -882,7 +886,7 @@ STEPS = (
     Step("async 1B, SGLang, NCCL", 200, measure=of_shape(asynchronous, BILLION, "sglang", NCCL)),
     Step("publication 1B, gloo", 60, measure=of_shape(publication, BILLION, GLOO)),
     Step("transformers 1B", 60, measure=of_shape(transformers, BILLION)),
-    Step("generation 7B", 60, measure=of_shape(generation, SEVEN)),
+    Step("generation 7B", 90, measure=of_shape(generation, SEVEN)),
     Step("training 7B", 60, measure=of_shape(training, SEVEN, "torch")),
     Step("sglang 1B", 120, measure=of_shape(sglang, BILLION)),
 )

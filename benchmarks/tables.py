@@ -342,6 +342,7 @@ GPU_FIGURES = {
     "compiled": "layers compiled: {}",
     "checkpointing": "checkpointing: {}",
     "cuda_graphs": "CUDA graphs: {}",
+    "overlap": "overlap: {}",
     "at_once": "{} at once",
     "max_staleness": "max_staleness {}",
     "tokens_per_second": "{:,.0f} tokens/s",

@@ -42,7 +42,11 @@ def test_models_are_made_trained_and_served(gpu, tmp_path, monkeypatch):
         assert [row["checkpointing"] for row in trained] == [False, True]
         assert all(row["tokens_per_second"] > 0 and row["tflops"] > 0 for row in trained)
         served = gpu.generation(here, name)
-        assert [row["cuda_graphs"] for row in served] == [False, True]
+        assert [(row["cuda_graphs"], row.get("overlap")) for row in served] == [
+            (False, None),
+            (True, False),
+            (True, True),
+        ]
         assert all(row["tokens_per_second"] > 0 for row in served)
 
 

@@ -185,7 +185,10 @@ class SinkProcess:
             pass
         except BrokenPipeError:
             self._over = True
-            log.warning("%s %s: it gets no more figures, and the run continues", self.name, self._how_it_ended())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            ended = describe_exit(self._process.returncode)
+            log.warning("%s %s: it gets no more figures, and the run continues", self.name, ended)
 
     def finish(self) -> None:
         """Make the process send the remaining figures and end. Returns at once."""
@@ -208,11 +211,6 @@ class SinkProcess:
             if code and not self._over:
                 log.warning("%s %s; the figures are in the run's folder", self.name, describe_exit(code))
         self._over = True
-
-    def _how_it_ended(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        return describe_exit(self._process.returncode)
 
 
 def _size(file: Path) -> int:

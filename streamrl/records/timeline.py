@@ -148,7 +148,9 @@ class Timeline:
                 process = entry.role, entry.index
                 if entry.time < self._next.get(process, 0.0):
                     continue
-                self._forget_departed(entry.time)
+                if entry.time >= self._forget_at:
+                    self._next = {of: due for of, due in self._next.items() if due >= entry.time - DEPARTED_SECONDS}
+                    self._forget_at = entry.time + DEPARTED_SECONDS
                 self._next[process] = entry.time + len(self._next) / HEARTBEATS_PER_SECOND
                 self._heartbeats[process] += 1
                 if self._heartbeats[process] % self._every:
@@ -157,11 +159,6 @@ class Timeline:
             if self._file.size > self._limit:
                 self._thin_out()
         self._file.close()
-
-    def _forget_departed(self, now: float) -> None:
-        if now >= self._forget_at:
-            self._next = {process: due for process, due in self._next.items() if due >= now - DEPARTED_SECONDS}
-            self._forget_at = now + DEPARTED_SECONDS
 
     def _thin_out(self) -> None:
         """Keep every second heartbeat of each process, and every weight update as long as they are few."""

@@ -146,7 +146,9 @@ class Generator:
                 else:
                     reply, broken = await self._streamed(gserver, request, on_tokens)
             except (PeerError, DeadlineExceeded) as error:
-                if isinstance(error, PeerError) and 400 <= error.status < 500 and not _lacks_adapter(error, request):
+                # an adapter may have been unloaded in the meantime, or not have arrived there yet
+                lacks_adapter = request.lora_path is not None and NO_ADAPTER in str(error)
+                if isinstance(error, PeerError) and 400 <= error.status < 500 and not lacks_adapter:
                     raise
                 await _pause(retry, rid, error)
                 await route.replace(gserver)
@@ -519,12 +521,6 @@ def with_version(reply: GenerateReply, label: str) -> GenerateReply:
     """
     spans = [VersionSpan(label, 0, len(reply.output_ids))]
     return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(reply.meta_info, weight_versions=spans))
-
-
-def _lacks_adapter(error: PeerError, request: GenerateRequest) -> bool:
-    """Return whether the gserver lacks the adapter that `request` names: it has been unloaded in the meantime, or has
-    not arrived there yet."""
-    return request.lora_path is not None and NO_ADAPTER in str(error)
 
 
 def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:

@@ -354,8 +354,13 @@ class RolloutWorker:
         try:
             if group.made is None:
                 before_scoring = gate.before_scoring if gate is not None else None
+                begun, most = self._membership.policy_version, self._config.staleness.max_staleness
                 made = await self._maker(seq).make(
-                    seq, group.route, before_scoring, row=group.admission.row, may_retry=self._young_enough()
+                    seq,
+                    group.route,
+                    before_scoring,
+                    row=group.admission.row,
+                    may_retry=lambda: self._membership.policy_version - begun <= most,
                 )
                 if not self._is_wanted(made):
                     await self._leave_out(made)
@@ -389,11 +394,6 @@ class RolloutWorker:
                 return await pusher.push(group, permit=permit)
             except PeerLost:  # the pusher was closed
                 continue
-
-    def _young_enough(self) -> Callable[[], bool]:
-        """Return a function that checks that tokens sampled now are not older than `staleness.max_staleness`."""
-        begun, most = self._membership.policy_version, self._config.staleness.max_staleness
-        return lambda: self._membership.policy_version - begun <= most
 
     async def _leave_out(self, group: TrajectoryGroup) -> None:
         """Give the group's place back, and warn after many in a row: without other groups training stands still."""

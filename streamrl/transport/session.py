@@ -82,7 +82,8 @@ class MessageSession:
     def receive(self, packet: Packet) -> bool:
         """Return whether the message in `packet` is to be processed now. Send lost messages again, and report a loss
         to the other end."""
-        self._confirm(packet.processed)
+        while self.unconfirmed and (first := next(iter(self.unconfirmed))) <= packet.processed:
+            del self.unconfirmed[first]
         if packet.lost == self._attempt:
             self._attempt += 1
             for place, message in self.unconfirmed.items():
@@ -102,7 +103,3 @@ class MessageSession:
 
     def _send_message(self, place: int, message: _Message) -> None:
         self._send(Packet(place, self._processed, self._attempt, self._lost, message.body), message.frames)
-
-    def _confirm(self, place: int) -> None:
-        while self.unconfirmed and (first := next(iter(self.unconfirmed))) <= place:
-            del self.unconfirmed[first]

@@ -27,6 +27,7 @@ import logging
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -241,7 +242,7 @@ class Gateway:
             app.router.add_get(prefix + "/v1/models", self._models)
             app.router.add_post(prefix + "/score", self._score)
             for path, protocol in PROTOCOLS.items():
-                app.router.add_post(prefix + path, self._handler(path, protocol))
+                app.router.add_post(prefix + path, partial(self._answer, path, protocol))
         self._runner = web.AppRunner(app, shutdown_timeout=CLOSE_SECONDS, access_log=None, handler_cancellation=True)
 
     async def start(self) -> str:
@@ -314,12 +315,6 @@ class Gateway:
         if self._stored is not None:
             await self._stored(_key(request))
         return as_json({})
-
-    def _handler(self, path: str, protocol: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await self._answer(path, protocol, request)
-
-        return handle
 
     async def _answer(self, path: str, protocol: Api, request: web.Request) -> web.StreamResponse:
         key, name, episode = self._find(request)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from streamrl.errors import UNDECODABLE
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -22,6 +24,14 @@ class ToolCall(msgspec.Struct, frozen=True):
     name: str
     arguments: str
     """A JSON object as text, exactly as the policy wrote it."""
+
+    @property
+    def parsed(self) -> Any:
+        """The arguments as an object if they are JSON, else their text."""
+        try:
+            return msgspec.json.decode(self.arguments)
+        except UNDECODABLE:
+            return self.arguments
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):

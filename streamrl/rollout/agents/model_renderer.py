@@ -120,7 +120,7 @@ class ModelRenderer:
         if not said.reasoning_complete:
             return Message("assistant", reasoning=_BEGUN_TAG.sub("", settled(reasoning, stops)).strip())
         content = _BEGUN_TAG.sub("", settled(said.content, stops)).strip()
-        if not reasoning and self._is_special(sampled.output_ids[0]):
+        if not reasoning and not self._chat.decode(sampled.output_ids[:1]):
             content = ""  # the model may still repeat the beginning of its turn, and then reason
         return Message("assistant", content, up_to_stop(reasoning, stops).strip())
 
@@ -128,9 +128,6 @@ class ModelRenderer:
         """Return the package's `ParsedResponse` of an answer."""
         prompt_ids, output_ids, tools = map(list, sampled)
         return self._renderer.parse_response(output_ids, tools=tools or None, prompt_ids=prompt_ids)
-
-    def _is_special(self, token: int) -> bool:
-        return not self._chat.decode([token])
 
 
 def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:

@@ -237,7 +237,7 @@ def _fields(message: Message) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                "function": {"name": call.name, "arguments": call.parsed},
             }
             for call in message.tool_calls
         ]
@@ -246,11 +246,3 @@ def _fields(message: Message) -> dict[str, Any]:
     if message.tool_name:
         fields["name"] = message.tool_name
     return fields
-
-
-def _arguments(text: str) -> Any:
-    """Return a tool call's arguments as an object if they are JSON: templates write them with `tojson`."""
-    try:
-        return msgspec.json.decode(text)
-    except UNDECODABLE:
-        return text

@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import Message
 from streamrl.rollout.generation import first_known, of_all_tokens
 from streamrl.types import NO_VERSION, Generation, Trajectory
@@ -145,7 +144,10 @@ def _trajectory(leaf: PolicyCall, *, trained: set[int], reward: float, score: fl
     versions = np.full(tokens, NO_VERSION, dtype=np.int32)
     turns = 0
     experts: NDArray[np.uint8] | None = None
-    for call in _path(leaf):
+    path = [leaf]
+    while (parent := path[-1].parent) is not None:
+        path.append(parent)
+    for call in path:
         experts = first_known(call.generation.routed_experts, experts)
         if id(call) in trained:
             continue
@@ -168,14 +170,6 @@ def _trajectory(leaf: PolicyCall, *, trained: set[int], reward: float, score: fl
     )
 
 
-def _path(leaf: PolicyCall) -> Iterator[PolicyCall]:
-    """Yield `leaf` and its ancestors."""
-    call: PolicyCall | None = leaf
-    while call is not None:
-        yield call
-        call = call.parent
-
-
 def _digests(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) -> Iterator[tuple[int, bytes]]:
     """Yield the index of each assistant message, with a digest of the conversation up to it."""
     digest = hashlib.blake2b(_encoder.encode(tools), digest_size=16)
@@ -191,15 +185,8 @@ def _identity(message: Message) -> bytes:
     Clients may send an answer back without its reasoning, without surrounding white space, and with reformatted
     arguments of tool calls. It remains the same answer.
     """
-    calls = [(call.id, call.name, _canonical(call.arguments)) for call in message.tool_calls]
+    calls = [(call.id, call.name, call.parsed) for call in message.tool_calls]
     return _encoder.encode((message.role, message.content.strip(), calls, message.tool_call_id))
-
-
-def _canonical(arguments: str) -> Any:
-    try:
-        return msgspec.json.decode(arguments)
-    except UNDECODABLE:
-        return arguments
 
 
 _encoder = msgspec.json.Encoder(order="deterministic")

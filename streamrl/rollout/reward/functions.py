@@ -124,7 +124,7 @@ class ReasoningGymReward:
             from streamrl.rollout.data import create_reasoning_gym
 
             self._task = create_reasoning_gym(origin.path, size=origin.size, seed=origin.seed, args=origin.args)
-        self._entry = functools.lru_cache(maxsize=64)(self._make_entry)
+        self._entry = functools.lru_cache(maxsize=64)(lambda index: self._task[index])
 
     def __call__(self, response: Response, prompt: Prompt) -> float:
         answer = extract_answer(response.text)
@@ -138,9 +138,6 @@ class ReasoningGymReward:
         except Exception as error:  # the tolerance that the class docstring describes
             log.info("reasoning-gym could not score %r: %s: %s", answer[:80], type(error).__name__, error)
             return 0.0
-
-    def _make_entry(self, index: int) -> Any:
-        return self._task[index]
 
 
 def _scorer_named_by(row: dict[str, Any]) -> Any:

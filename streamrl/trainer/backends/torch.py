@@ -155,7 +155,8 @@ class Shards:
             shape, local = self._weights[parameter].shape, tensors[parameter]
             rows = len(local) if local.dim() else local.numel()
             for name, view in views.items():
-                part = view.within(shape, self._first_row(shape[0] if shape else 1), rows)
+                first = 0 if self._group is None else self._rank * self._rows(shape[0] if shape else 1)
+                part = view.within(shape, first, rows)
                 if part is not None:
                     start, own = part
                     found.append(TensorBox(name, view.shape, start, own.of(local)))
@@ -173,9 +174,6 @@ class Shards:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-
-    def _first_row(self, total: int) -> int:
-        return 0 if self._group is None else self._rank * self._rows(total)
 
     def _rows(self, total: int) -> int:
         return -(-total // self._world)

@@ -65,7 +65,8 @@ class ModelWorkers:
         """Have the workers connect to each other and load the models."""
         patience = self._config.limits.start_seconds
         store = StoreAddress(host="", port=0)
-        if len(self._workers) > 1 or self._needs_world():
+        megatron = any(role_config(self._config.trainer, role).backend == "megatron" for role in ROLES)
+        if len(self._workers) > 1 or megatron:  # Megatron needs a process group for one process, too
             store = await self._channel.call(0, OpenStore(), StoreAddress, timeout=patience)
         call = Initialize(store_host=store.host, store_port=store.port)
         await self._channel.request(self._all(call), CallDone, timeout=patience)
@@ -111,10 +112,6 @@ class ModelWorkers:
 
     def _all(self, call: Call) -> dict[int, Call]:
         return dict.fromkeys(self._workers, call)
-
-    def _needs_world(self) -> bool:
-        """Return whether one process needs a process group, as with Megatron."""
-        return any(role_config(self._config.trainer, role).backend == "megatron" for role in ROLES)
 
 
 class Checkpoints:

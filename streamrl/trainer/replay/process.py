@@ -158,7 +158,10 @@ class Rank:
     def _step(self, batch: ReplayBatch, last_step: int, *, began: float) -> StepReport:
         begin = time.time()
         calls = self._plan.calls(batch)
-        self._hold(batch, {seq for call in calls for seq in seqs_of(call)})
+        for seq in sorted({seq for call in calls for seq in seqs_of(call)}):
+            self._dataset.offer(batch.group(seq))
+            for key, array in batch.given(seq).items():
+                self._data.put(seq, key, array)
         answers: Answers = {}
         for call in calls:
             answer = self._computation.carry_out(call)
@@ -198,13 +201,6 @@ class Rank:
             spans=[("actor_train", begin, end)],
             seqs=[meta.seq for meta in batch.metas],
         )
-
-    def _hold(self, batch: ReplayBatch, seqs: set[int]) -> None:
-        """Put the groups and their recorded arrays where a run's workers have them."""
-        for seq in sorted(seqs):
-            self._dataset.offer(batch.group(seq))
-            for key, array in batch.given(seq).items():
-                self._data.put(seq, key, array)
 
     def _share(self, key: str, seqs: Iterable[int]) -> None:
         """Send this rank's new arrays `key` of `seqs` to all ranks, since others may train on them."""

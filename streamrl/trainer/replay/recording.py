@@ -220,10 +220,6 @@ def _appear(file: Path, content: bytes) -> None:
         raise
 
 
-def _part_name(begins_at: int) -> str:
-    return f"from-{begins_at:06d}"
-
-
 def _step_name(step: int) -> str:
     return f"step-{step:06d}.parquet"
 
@@ -247,7 +243,7 @@ class RecordWriter:
         `warn_seconds`, `limit_seconds`: how long training waits for a slow disk before a warning is logged, and before
         the record is given up.
         """
-        self._folder = run_dir / FOLDER / _part_name(part.begins_at) / f"rank-{part.rank}"
+        self._folder = run_dir / FOLDER / f"from-{part.begins_at:06d}" / f"rank-{part.rank}"
         self._note = self._folder / "stopped.txt"
         self._warn, self._limit = warn_seconds, limit_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")

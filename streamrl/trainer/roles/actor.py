@@ -195,7 +195,13 @@ class Actor:
         pairs = list(zip(items, credits, strict=True))
         if self._compares or self._algorithm.entropy_coef > 0 or is_hook(self._algorithm.loss):
             return [(item, credit, 1.0) for item, credit in pairs]
-        pulled = [item.group.seq for item, credit in pairs if not credit.advantages.any() and self._pulls(item)]
+        pulled = [
+            item.group.seq
+            for item, credit in pairs
+            if self._algorithm.behavior_kl_coef > 0
+            and not credit.advantages.any()
+            and (item.age[item.trainable] > 0).any()
+        ]
         sampled = sample(pulled, PULL_SHARE)
         weights = {seq: len(pulled) / len(sampled) if seq in sampled else 0.0 for seq in pulled}
         kept = sampled | ({wanted.seq} if wanted is not None else set())
@@ -205,10 +211,6 @@ class Actor:
             if credit.advantages.any() or item.group.seq in kept
         ]
         return found or [(*pair, 1.0) for pair in pairs[:1]]
-
-    def _pulls(self, item: TrainItem) -> bool:
-        """Return whether the loss pulls tokens of `item` back to the older policies that sampled them."""
-        return self._algorithm.behavior_kl_coef > 0 and bool((item.age[item.trainable] > 0).any())
 
     def _inputs(self, micro: MicroBatch, teaching: Sequence[tuple[TrainItem, Credit, float]]) -> TokensOf:
         """Return the function for `micro`. The facts about its tokens are copied to the device here, in advance."""

@@ -256,7 +256,7 @@ class Computation:
                     kept=frozenset(call.kept).intersection(minibatch.seqs) if first_epoch else frozenset(),
                 ),
                 found,
-                before_update=self._wait_for_publication if mfc.role == ACTOR else _at_once,
+                before_update=self._wait_for_publication if mfc.role == ACTOR else lambda: None,
             )
         if isinstance(role, Actor):
             role.end_step(found.sums)
@@ -364,10 +364,6 @@ class Computation:
         if call.final and (failure := self._writer.finish(limit=limit)):
             raise TrainingError(f"{failure}, then continue with `streamrl run CONFIG --resume`")
         return SaveReply(unwritten)
-
-
-def _at_once() -> None:
-    """Return at once: weights that are not published may change at any time."""
 
 
 def call_users_function(

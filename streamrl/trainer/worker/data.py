@@ -133,9 +133,14 @@ class DataManager:
         self._store: Any = None
         self._world: Any = None
         if world_size > 1:
-            self._store = self._within_deadline(self._connect, lambda: f"the store at {host}:{port}")
+            self._store = self._within_deadline(
+                lambda: join_store(host, port, timeout=self._backend_timeout), lambda: f"the store at {host}:{port}"
+            )
             self._world = self._group(tuple(range(world_size)))
-            self._within_deadline(self._greet, lambda: f"first operation of {world_size} ranks")
+            self._within_deadline(  # NCCL requires a first operation of all, before some exchange without the others
+                lambda: dist.all_reduce(torch.zeros(1, device=self._device), group=self._world),
+                lambda: f"first operation of {world_size} ranks",
+            )
 
     def execute(self, plan: Sequence[Transfer], store: ArrayStore) -> None:
         """Carry out this rank's part of `plan`: send arrays from `store`, and put received arrays there.
@@ -228,14 +233,6 @@ class DataManager:
                 lambda: f"meeting of ranks {', '.join(map(str, ranks))}",
             )
         return self._groups[ranks]
-
-    def _connect(self) -> Any:
-        return join_store(self._host, self._port, timeout=self._backend_timeout)
-
-    def _greet(self) -> None:
-        """Take part in a first operation of all ranks, which NCCL requires; later some may exchange without the
-        others."""
-        dist.all_reduce(torch.zeros(1, device=self._device), group=self._world)
 
     def _within_deadline(self, call: Callable[[], Result], what: Callable[[], str]) -> Result:
         """Return the result of `call`; raises any failure in it, including a passed deadline, as a `TransferError`

@@ -327,7 +327,10 @@ class ModelWorker:
     async def _carry_out(self, call: Call) -> msgspec.Struct:
         match call:
             case Spec():
-                return self._spec()
+                return WorkerSpec(
+                    roles=self._computation.describe() if self._computation else {},
+                    duplicated=int(self._dataset.stats()["groups_duplicated_total"]),
+                )
             case ClearDataCache():
                 self._data.discard(call.seqs, come_again=call.come_again)
                 if not call.come_again:
@@ -432,12 +435,6 @@ class ModelWorker:
             )
         await self._in_publishing(self._source.serve)
         return PublicationReply(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
-
-    def _spec(self) -> WorkerSpec:
-        return WorkerSpec(
-            roles=self._computation.describe() if self._computation else {},
-            duplicated=int(self._dataset.stats()["groups_duplicated_total"]),
-        )
 
     @property
     def _ready(self) -> Computation:

@@ -62,16 +62,12 @@ class _CpuInPlaceOfCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _cpu(*_: Any) -> torch.device:
-    return torch.device("cpu")
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    "current_device": _cpu,  # buffers are made on "the current device"
+    "current_device": lambda: torch.device("cpu"),  # buffers are made on "the current device"
     "synchronize": _nothing,  # after each exchange between pipeline stages
     "empty_cache": _nothing,
 }

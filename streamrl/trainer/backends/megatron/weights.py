@@ -295,18 +295,13 @@ def whole_shapes(stages: Sequence[Sequence[Weight]]) -> dict[str, tuple[int, ...
         for weight in weights:
             sources = () if weight.copy else weight.sources
             if weight.parameter.endswith("linear_qkv.bias"):
-                pending = _interleaved(pending, dict(sources))
+                pairs = zip(pending.items(), sources, strict=True)  # each bias follows its weight, as in the modules
+                pending = dict(item for pair in pairs for item in pair)
             else:
                 shapes |= pending
                 pending = dict(sources)
         shapes |= pending
     return shapes
-
-
-def _interleaved(weights: dict[str, tuple[int, ...]], biases: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes with each bias after its weight, in the order of modules."""
-    pairs = zip(weights.items(), biases.items(), strict=True)
-    return dict(item for pair in pairs for item in pair)
 
 
 # --- whole tensors ---

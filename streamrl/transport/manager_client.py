@@ -53,20 +53,11 @@ UNKNOWN = 401
 """HTTP status: the caller's token or secret is not, or no longer, known."""
 
 
-def _once(path: str, message: type[Message], reply: type[Reply]) -> Method[Message, Reply]:
-    """Return the method for a call that is sent once."""
+def _method(path: str, message: type[Message], reply: type[Reply], *, once: bool = False) -> Method[Message, Reply]:
+    """Return the method for a call that is sent once, or retried until it succeeds."""
 
     async def call(client: ControlClient, body: Message) -> Reply:
-        return await client._call(path, body, reply)
-
-    return call
-
-
-def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Message, Reply]:
-    """Return the method for a call that is retried until it succeeds."""
-
-    async def call(client: ControlClient, body: Message) -> Reply:
-        return await client._patiently(path, body, reply)
+        return await (client._call if once else client._patiently)(path, body, reply)
 
     return call
 
@@ -226,16 +217,15 @@ class ControlClient:
             timeout=min(HEARTBEAT_SECONDS, patience / 3) or None,
         )
 
-    drain = _once("/drain", control.Drain, control.Done)
-    leave = _once("/leave", control.Leave, control.Done)
-    steer = _once("/steer", control.Steer, control.SteerReply)
-
-    fail_run = _patient("/fail_run", control.FailRun, control.Done)
-    held_out_result = _patient("/evaluation", control.HeldOutResult, control.Done)
-    keep = _patient("/keep", control.Keep, control.KeepReply)
-    in_flight = _patient("/in_flight", control.InFlight, control.InFlightReply)
-    reject = _patient("/reject", control.Reject, control.Done)
-    route = _patient("/route", control.AskRoute, control.RouteReply)
+    drain = _method("/drain", control.Drain, control.Done, once=True)
+    leave = _method("/leave", control.Leave, control.Done, once=True)
+    steer = _method("/steer", control.Steer, control.SteerReply, once=True)
+    fail_run = _method("/fail_run", control.FailRun, control.Done)
+    held_out_result = _method("/evaluation", control.HeldOutResult, control.Done)
+    keep = _method("/keep", control.Keep, control.KeepReply)
+    in_flight = _method("/in_flight", control.InFlight, control.InFlightReply)
+    reject = _method("/reject", control.Reject, control.Done)
+    route = _method("/route", control.AskRoute, control.RouteReply)
 
     @property
     def _passing(self) -> Collection[int]:

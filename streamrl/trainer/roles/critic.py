@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -91,7 +90,23 @@ class Critic:
         figures = DeviceFigures()
 
         def loss(number: int, output: ModelOutput) -> Tensor:
-            return self._loss(output, inputs[number], minibatch.loss_tokens, figures)
+            chosen, returns, before = inputs[number]
+            residual = returns - before
+            values = output.values.index_select(0, chosen)
+            found = clipped_value_loss(values, before, returns, clip=self._critic.value_clip)
+            loss = found.loss.sum() / max(minibatch.loss_tokens, 1)
+            sums = {
+                "loss": loss.detach(),
+                "tokens": torch.ones_like(returns).sum(),
+                "clipped": found.clipped.sum(),
+                "value": before.sum(),
+                "return": returns.sum(),
+                "return_squares": (returns**2).sum(),
+                "residual": residual.sum(),
+                "residual_squares": (residual**2).sum(),
+            }
+            figures.add({f"critic/{name}": value for name, value in sums.items()})
+            return loss
 
         self.model.accumulate(micros, loss)
         update = optimizer_step(self.model, statistics, before_update=before_update)
@@ -106,45 +121,19 @@ class Critic:
         """Load a `state` from `folder`. Collective."""
         self.model.load_state(folder)
 
-    def _inputs(self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]) -> _Inputs:
+    def _inputs(
+        self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return for the tokens of a micro-batch that enter the loss: their indices in the output, their returns, and
+        their values before the step."""
         keep = np.flatnonzero(at_targets(micro, [item.trainable for item in items]))
 
         def kept(arrays: Sequence[NDArray[np.float32]]) -> Tensor:
             return to_device(at_targets(micro, arrays)[keep], self._device)
 
-        return _Inputs(
-            chosen=to_device(keep, self._device),
-            returns=kept([_returns(credit).numpy() for credit in credits]),
-            before=kept([needed(item.values, "values") for item in items]),
-        )
-
-    def _loss(self, output: ModelOutput, inputs: _Inputs, tokens: int, figures: DeviceFigures) -> Tensor:
-        values = output.values.index_select(0, inputs.chosen)
-        returns, residual = inputs.returns, inputs.returns - inputs.before
-        found = clipped_value_loss(values, inputs.before, returns, clip=self._critic.value_clip)
-        loss = found.loss.sum() / max(tokens, 1)
-        sums = {
-            "loss": loss.detach(),
-            "tokens": torch.ones_like(returns).sum(),
-            "clipped": found.clipped.sum(),
-            "value": inputs.before.sum(),
-            "return": returns.sum(),
-            "return_squares": (returns**2).sum(),
-            "residual": residual.sum(),
-            "residual_squares": (residual**2).sum(),
-        }
-        figures.add({f"critic/{name}": value for name, value in sums.items()})
-        return loss
-
-
-class _Inputs(NamedTuple):
-    """Inputs of the loss for the tokens of a micro-batch that enter it, on the device."""
-
-    chosen: Tensor
-    """int64: indices of the tokens in the output."""
-    returns: Tensor
-    before: Tensor
-    """Values before the step."""
+        returns = [_returns(credit).numpy() for credit in credits]
+        values = [needed(item.values, "values") for item in items]
+        return to_device(keep, self._device), kept(returns), kept(values)
 
 
 def _returns(credit: Credit) -> Tensor:

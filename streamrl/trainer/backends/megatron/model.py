@@ -149,17 +149,7 @@ class MegatronModel:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._check_onloaded()
-        seen: set[str] = set()
-
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                seen.add(name)
-                yield name, tensor
-
-        self._whole.scatter(noted(), self._store_weight)
-        missing = [name for name in self._whole.shapes if name not in seen]
-        if missing:
-            raise ModelError(f"{len(missing)} weights are missing, the first of them {missing[0]}")
+        self._whole.scatter(weights, self._store_weight)
 
     @property
     def updates(self) -> int:

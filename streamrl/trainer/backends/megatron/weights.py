@@ -12,6 +12,7 @@ separate communicator.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -369,18 +370,21 @@ class WholeTensors:
     def scatter(self, wholes: Iterable[tuple[str, Tensor]], store: Store) -> None:
         """Pass this rank's shards of `wholes` to `store`.
 
-        Raises `ModelError` if a tensor of this stage is missing, or if one is unknown or of a wrong shape.
+        Raises `ModelError` if a tensor of the model is missing, unknown or of a wrong shape.
         """
         weights = self._stages[self._stage]
         takers: dict[str, list[int]] = {}
         for number, weight in enumerate(weights):
             for name, _ in weight.sources if weight.is_held(self._layout, self._rank) else ():
                 takers.setdefault(name, []).append(number)
-        waiting: dict[int, dict[str, Tensor]] = {
-            number: {} for number, weight in enumerate(weights) if weight.is_held(self._layout, self._rank)
-        }
+        waiting: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
+        missing = dict.fromkeys(self.shapes)
         for name, whole in wholes:
-            self._check(name, whole)
+            if name not in self.shapes:
+                raise ModelError(f"the model has no weight {name}")
+            if tuple(whole.shape) != self.shapes[name]:
+                raise ModelError(f"{name} has the shape {tuple(whole.shape)}; the model's has {self.shapes[name]}")
+            missing.pop(name, None)
             for number in takers.get(name, ()):
                 found = waiting[number]
                 found[name] = whole
@@ -390,11 +394,8 @@ class WholeTensors:
                     ordered = [found[name] for name, _ in sources]
                     store(number, weights[number].split(ordered, tensor_rank, self._layout.tensor))
                     del waiting[number]
-        missing = [
-            name for number, found in waiting.items() for name, _ in weights[number].sources if name not in found
-        ]
         if missing:
-            raise ModelError(f"{len(missing)} weights are missing, the first of them {missing[0]}")
+            raise ModelError(f"{len(missing)} weights are missing, the first of them {next(iter(missing))}")
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the name and shape of all tensors of the model."""
@@ -405,12 +406,6 @@ class WholeTensors:
         parameter of this stage."""
         rank = self._layout.coordinates(self._rank).tensor
         yield from self._stages[self._stage][number].parts(flat, first, rank=rank, size=self._layout.tensor)
-
-    def _check(self, name: str, whole: Tensor) -> None:
-        if name not in self.shapes:
-            raise ModelError(f"the model has no weight {name}")
-        if tuple(whole.shape) != self.shapes[name]:
-            raise ModelError(f"{name} has the shape {tuple(whole.shape)}; the model's has {self.shapes[name]}")
 
     def _receive(self, stage: int, number: int, weight: Weight, piece: Piece, dtype: torch.dtype) -> list[Tensor]:
         """Return the shards of one parameter, by tensor rank; only one if they are equal."""

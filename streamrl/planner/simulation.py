@@ -15,8 +15,9 @@ import heapq
 import math
 import random
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -216,40 +217,35 @@ class _Processor:
         return min(1.0, self.cores / self.threads) if self.threads else 1.0
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
-    __slots__ = ("done", "end", "ended", "threads")
-
-    def __init__(self, done: Callable[[], None], threads: int) -> None:
-        self.done = done
-        self.threads = threads
-        self.end = 0.0
-        self.ended = False
+    done: Callable[[], None]
+    threads: int
+    end: float = 0.0
+    ended: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _SimulatedRequest:
     """A response being generated."""
 
-    __slots__ = ("begin", "group", "length", "steps")
-
-    def __init__(self, group: _SimulatedGroup, length: int, steps: int) -> None:
-        self.group = group
-        self.length = length
-        self.steps = steps
-        """Decode steps that it takes: one less than its tokens, because the prompt's pass gives the first token."""
-        self.begin = 0
-        """Number of steps that its gserver had made when the request got its slot."""
+    group: _SimulatedGroup
+    length: int
+    steps: int
+    """Decode steps that it takes: one less than its tokens, because the prompt's pass gives the first token."""
+    begin: int = 0
+    """Number of steps that its gserver had made when the request got its slot."""
 
 
+@dataclass(slots=True, eq=False)
 class _SimulatedGroup:
-    __slots__ = ("admitted", "left", "lengths", "seq", "unscored", "versions", "worker")
-
-    def __init__(self, seq: int, worker: int, lengths: list[int], *, now: float) -> None:
-        self.seq = seq
-        self.worker = worker
-        self.lengths = lengths
-        self.left = self.unscored = len(lengths)
-        self.versions: dict[int, int] = {}
-        self.admitted = now
+    seq: int
+    worker: int
+    lengths: list[int]
+    admitted: float
+    left: int
+    unscored: int
+    versions: dict[int, int] = field(default_factory=dict)
 
 
 class _Gserver:
@@ -479,13 +475,13 @@ class _SimulatedRun:
     def _clear_figures(self) -> None:
         self._begin = self.now
         self._trainer_since = self.now
-        self._trainer_times: dict[str, float] = {}
-        self._gserver_times: dict[str, float] = {}
+        self._trainer_times: defaultdict[str, float] = defaultdict(float)
+        self._gserver_times: defaultdict[str, float] = defaultdict(float)
         self._slot_seconds = 0.0
         self._used_before = self.cores.used
         self._generated = 0
         self._sampled = self._finished = self._dropped = self._arrived = 0
-        self._ages: dict[int, int] = {}
+        self._ages: defaultdict[int, int] = defaultdict(int)
         self._group_seconds = 0.0
         self._steps = 0
         self._since = [self.now] * len(self._since)
@@ -495,13 +491,11 @@ class _SimulatedRun:
         seconds = self.now - self._since[gserver.index]
         if seconds > 0:
             self._since[gserver.index] = self.now
-            self._gserver_times[gserver.state] = self._gserver_times.get(gserver.state, 0.0) + seconds
+            self._gserver_times[gserver.state] += seconds
             self._slot_seconds += seconds * (len(gserver.running) + finished)
 
     def _trainer_is(self, state: str) -> None:
-        self._trainer_times[self._trainer_state] = (
-            self._trainer_times.get(self._trainer_state, 0.0) + self.now - self._trainer_since
-        )
+        self._trainer_times[self._trainer_state] += self.now - self._trainer_since
         self._trainer_state, self._trainer_since = state, self.now
 
     def speed(self, threads: int, *, measured_with: int) -> float:
@@ -524,7 +518,11 @@ class _SimulatedRun:
             event = self._events[0][0] if self._events else math.inf
             first = min(core, device, event)
             if first == math.inf:
-                raise ConfigError(f"nothing would ever be trained on: {self._stalled()}")
+                batch, ledger = self.config.trainer.batch_groups, self._ledger
+                raise ConfigError(
+                    f"nothing would ever be trained on: a batch of {batch} groups lacks {batch - len(self._held)}, "
+                    f"{ledger.running} are on their way, and the ledger has room for {ledger.room}"
+                )
             self.now = max(self.now, first)
             self.cores.advance(self.now)
             self.devices.advance(self.now)
@@ -539,13 +537,6 @@ class _SimulatedRun:
                 warm = True
                 self._clear_figures()
         return self._prediction(events)
-
-    def _stalled(self) -> str:
-        lacking = self.config.trainer.batch_groups - len(self._held)
-        return (
-            f"a batch of {self.config.trainer.batch_groups} groups lacks {lacking}, {self._ledger.running} are on "
-            f"their way, and the ledger has room for {self._ledger.room}"
-        )
 
     # --- generation ---
 
@@ -563,7 +554,8 @@ class _SimulatedRun:
             for admission in self._admissions.take(
                 f"rollout/{index}", free, workers=len(workers), ticket="", now=self.now
             ):
-                group = _SimulatedGroup(admission.seq, index, self._draw_lengths(), now=self.now)
+                lengths = self._draw_lengths()
+                group = _SimulatedGroup(admission.seq, index, lengths, self.now, len(lengths), len(lengths))
                 self._groups[group.seq] = group
                 workers[index].held += 1
                 workers[index].do(partial(self._start, group, self._gservers[admission.gserver]))
@@ -668,7 +660,7 @@ class _SimulatedRun:
             )
             self._held.put_batch([meta])
         if self.costs.overhead_seconds:
-            self.cores.begin(self.costs.overhead_seconds, _nothing)
+            self.cores.begin(self.costs.overhead_seconds, lambda: None)
         self._admit()
         self._form_batch()
 
@@ -730,7 +722,7 @@ class _SimulatedRun:
         for age, tokens in sampled_ages(batch, policy_version=self._version).items():
             self._sampled += tokens
             if age <= self._former.max_staleness:
-                self._ages[age] = self._ages.get(age, 0) + tokens
+                self._ages[age] += tokens
 
     def _published(self, version: int) -> None:
         """Pause all gservers, now that each has staged the weights; then swap and resume."""
@@ -777,7 +769,3 @@ class _SimulatedRun:
             seconds=seconds,
             events=events,
         )
-
-
-def _nothing() -> None:
-    """Do nothing: the end of work that has no consequence."""

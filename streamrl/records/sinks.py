@@ -320,36 +320,6 @@ def figures_of(report: StepReport) -> dict[str, float]:
     return report.metrics | {f"token_age/{age}": count / tokens for age, count in report.token_ages.items()}
 
 
-class _Follower:
-    """Passes the new lines of the run's files to a sink."""
-
-    def __init__(self, task: Task) -> None:
-        folder = Path(task.folder)
-        self._name = task.sink
-        self._steps: Lines[StepReport] = Lines(folder / METRICS_FILE, StepReport, begin=task.begin[METRICS_FILE])
-        self._evaluations: Lines[EvaluationReport] = Lines(
-            folder / EVALUATIONS_FILE, EvaluationReport, begin=task.begin[EVALUATIONS_FILE]
-        )
-        with _or_exit(self._name, "its start"):
-            self._sink = SINKS[task.sink](task)
-
-    def follow(self) -> None:
-        """Pass on the new lines."""
-        for step in self._steps.new()[1]:
-            with _or_exit(self._name, f"the figures of step {step.step}"):
-                self._sink.log(figures_of(step), step=step.step, time=step.time)
-        for report in self._evaluations.new()[1]:
-            found = {f"evaluation/{name}": value for name, value in scalars(report).items()}
-            with _or_exit(self._name, f"the evaluation of version {report.policy_version}"):
-                self._sink.log(found, step=report.policy_version, time=report.time)
-
-    def close(self) -> None:
-        """Pass on the last lines, and return when all figures have reached their destination."""
-        self.follow()
-        with _or_exit(self._name, "the last figures"):
-            self._sink.close()
-
-
 @contextlib.contextmanager
 def _or_exit(sink: str, what: str) -> Iterator[None]:
     """Log a warning if the code inside is slow, and end the process if it fails."""
@@ -373,7 +343,25 @@ def serve_sink(**settings: Any) -> userland.UserFunction:
     os.nice(NICE)
     task = Task(**settings)
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)-7s {task.sink} %(message)s")
-    follower = _Follower(task)
-    return userland.UserFunction(
-        follower.follow, arguments=lambda payload: (), result=lambda value: None, close=follower.close
-    )
+    folder = Path(task.folder)
+    steps: Lines[StepReport] = Lines(folder / METRICS_FILE, StepReport, begin=task.begin[METRICS_FILE])
+    begin = task.begin[EVALUATIONS_FILE]
+    evaluations: Lines[EvaluationReport] = Lines(folder / EVALUATIONS_FILE, EvaluationReport, begin=begin)
+    with _or_exit(task.sink, "its start"):
+        sink = SINKS[task.sink](task)
+
+    def follow() -> None:
+        for step in steps.new()[1]:
+            with _or_exit(task.sink, f"the figures of step {step.step}"):
+                sink.log(figures_of(step), step=step.step, time=step.time)
+        for report in evaluations.new()[1]:
+            found = {f"evaluation/{name}": value for name, value in scalars(report).items()}
+            with _or_exit(task.sink, f"the evaluation of version {report.policy_version}"):
+                sink.log(found, step=report.policy_version, time=report.time)
+
+    def close() -> None:
+        follow()
+        with _or_exit(task.sink, "the last figures"):
+            sink.close()
+
+    return userland.UserFunction(follow, arguments=lambda payload: (), result=lambda value: None, close=close)

@@ -170,7 +170,7 @@ def test_a_replay_is_the_run_bit_for_bit(tmp_path: Path, algorithm: dict[str, An
         (answer.sums["loss"] / answer.updates).hex() for answer in was
     ]
     assert [step.metrics["grad_norm"].hex() for step in steps] == [answer.maxima["grad_norm"].hex() for answer in was]
-    assert [step.metrics["lr"] for step in steps] == [0.01, 0.005, 0.01, 0.01]
+    assert [step.metrics["lr"] for step in steps] == [0.01] * 4
     assert [step.token_ages for step in steps] == [dict(sorted(answer.token_ages.items())) for answer in was]
     assert [step.seqs for step in read_steps(tmp_path / "again")] == [
         list(range(n * GROUPS, (n + 1) * GROUPS)) for n in range(1, 5)

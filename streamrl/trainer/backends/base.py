@@ -185,7 +185,6 @@ class WholeWeights(Protocol):
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the Hugging Face name and whole shape of every weight, tied ones once, in the order of
         `gather_weights`."""
-        ...
 
     def gather_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield each whole weight with its Hugging Face name, one after another. Collective: all ranks iterate to the
@@ -195,7 +194,6 @@ class WholeWeights(Protocol):
         empty tensors. Weights travel between ranks as `dtype`, if that is given. No rank holds more than a few whole
         weights at a time; a yielded weight is not written to before the caller drops it, or ends the iteration.
         """
-        ...
 
 
 class ParallelModel(WholeWeights, Protocol):
@@ -204,19 +202,16 @@ class ParallelModel(WholeWeights, Protocol):
     @property
     def packs_rows(self) -> bool:
         """Whether rows may hold several trajectories; otherwise each trajectory needs its own row."""
-        ...
 
     @property
     def gives_output(self) -> bool:
         """Whether this rank gets outputs, as the ranks of the last pipeline stage do."""
-        ...
 
     def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[ModelOutput] | None:
         """Return the outputs of `micros`, without a gradient; None where `gives_output` is False. Collective.
 
         `temperature` replaces `ModelSpec.temperature`.
         """
-        ...
 
     def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
         """Run forward and backward through `micros`; gradients add up until `update`. Collective.
@@ -224,7 +219,6 @@ class ParallelModel(WholeWeights, Protocol):
         `loss` is called where `gives_output` is True. The data-parallel ranks may bring different numbers of
         micro-batches, or none.
         """
-        ...
 
     def update(self, before_update: Callable[[], None]) -> Update:
         """Sum and clip gradients over the data-parallel ranks, take an optimizer step, and zero the gradients.
@@ -233,27 +227,22 @@ class ParallelModel(WholeWeights, Protocol):
         `before_update` is called when the weights are about to change. Raises `TrainingError`, with the weights
         unchanged, if the norm is not finite.
         """
-        ...
 
     def weight_parts(self) -> list[TensorBox]:
         """Return the parts of the weights that this rank saves, current and not copied. The parts of all ranks together
         contain each number once."""
-        ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole weights by Hugging Face name, each rank its part; raises `ModelError` if a weight is unknown,
         missing or of another shape."""
-        ...
 
     @property
     def updates(self) -> int:
         """Optimizer steps so far, including those of the runs that this one continues."""
-        ...
 
     def optimizer_parts(self) -> list[TensorBox]:
         """Return the parts of the optimizer's tensors `exp_avg/WEIGHT` and `exp_avg_sq/WEIGHT` that this rank saves, as
         `weight_parts`."""
-        ...
 
     def load_state(self, folder: Path) -> None:
         """Load `updates` and the optimizer's tensors from files, which may come from another layout.
@@ -261,20 +250,16 @@ class ParallelModel(WholeWeights, Protocol):
         `backends/optimizer.py` names the files. Raises `ModelError` if they belong to another model. The weights are
         not among them.
         """
-        ...
 
     def offload(self) -> None:
         """Free the memory of weights and optimizer, and keep a copy on the CPU until `onload`; using them in between is
         an error."""
-        ...
 
     def onload(self) -> None:
         """Restore the memory, bit for bit."""
-        ...
 
     def close(self) -> None:
         """Leave all communicators."""
-        ...
 
 
 class AdaptedModel(ParallelModel, Protocol):
@@ -283,11 +268,9 @@ class AdaptedModel(ParallelModel, Protocol):
 
     def merged(self) -> WholeWeights:
         """Return the model's own weights with the adapter added; each is computed when it is gathered."""
-        ...
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """Make `infer` compute as the frozen model within the context."""
-        ...
 
 
 # --- from the files of a checkpoint into a backend's weights ---

@@ -162,21 +162,17 @@ class CheckpointPart(Protocol):
     @property
     def stems(self) -> list[str]:
         """Names of the files, relative to the checkpoint, without the worker's number and `.safetensors`."""
-        ...
 
     @property
     def size(self) -> int:
         """Bytes of this worker's tensors."""
-        ...
 
     def content(self, stem: str) -> Iterator[Bytes]:
         """Yield the bytes of this worker's file of `stem`."""
-        ...
 
     def complete(self, folder: Path) -> None:
         """Add the files without tensors to `folder`. Called on worker 0; raises `ModelError` if a worker's file is
         missing."""
-        ...
 
 
 class CheckpointWriter:

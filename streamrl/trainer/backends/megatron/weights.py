@@ -49,12 +49,10 @@ class Cut(Protocol):
     @property
     def parallel_dim(self) -> int | None:
         """The dimension of the shard along which tensor ranks differ; None if all hold the same."""
-        ...
 
     def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
         """Return the blocks of the shard of tensor rank `rank` of `size`, from its first row on; `shapes`: of the whole
         tensors."""
-        ...
 
 
 class ReplicatedWeight(msgspec.Struct, frozen=True):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import logging
 import secrets
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -34,8 +33,6 @@ from streamrl.records import logs
 from streamrl.records.health import findings
 from streamrl.records.view import RunView
 from streamrl.transport.http import Hosts
-
-log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 CONTENT_TYPES = {

@@ -285,8 +285,7 @@ class TorchModel:
 
     def update(self, before_update: Callable[[], None]) -> Update:
         self._check_here()
-        if self._optimizer is None:
-            raise TrainingError("this model is only computed with, not trained")
+        optimizer = self._trained
         gradients = self._gradients()
         squares = (torch.stack(torch._foreach_norm(list(gradients.values()))).double() ** 2).sum()
         if self._sharded:
@@ -300,7 +299,7 @@ class TorchModel:
             )
         before_update()
         share = min(1.0, self._spec.optimizer.grad_clip / (norm + 1e-6))
-        lr = self._optimizer.step(gradients, scale=share)
+        lr = optimizer.step(gradients, scale=share)
         self._forget_gradients()
         return Update(grad_norm=norm, lr=lr, expert_load=self._take_load())
 

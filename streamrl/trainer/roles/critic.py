@@ -16,7 +16,6 @@ from torch import Tensor
 
 from streamrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from streamrl.device import to_device
-from streamrl.errors import TrainingError
 from streamrl.trainer.algorithms.losses import KLCoefficient, clipped_value_loss
 from streamrl.trainer.backends.base import ModelOutput, ParallelModel, Ranks
 from streamrl.trainer.backends.optimizer import updates_file
@@ -131,15 +130,9 @@ class Critic:
         def kept(arrays: Sequence[NDArray[np.float32]]) -> Tensor:
             return to_device(at_targets(micro, arrays)[keep], self._device)
 
-        returns = [_returns(credit).numpy() for credit in credits]
+        returns = [needed(credit.returns, "returns").numpy() for credit in credits]
         values = [needed(item.values, "values") for item in items]
         return to_device(keep, self._device), kept(returns), kept(values)
-
-
-def _returns(credit: Credit) -> Tensor:
-    if credit.returns is None:
-        raise TrainingError('critic_train needs returns: set algorithm.advantage = "gae"')
-    return credit.returns
 
 
 # --- reward model ---

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +23,8 @@ from streamrl.trainer.packing import MicroBatch, Positions, pack, pack_apart
 from streamrl.types import TrajectoryGroup
 
 # --- items ---
+
+Array = TypeVar("Array")
 
 
 class TrainItem(msgspec.Struct):
@@ -111,7 +113,7 @@ class Minibatch(msgspec.Struct, frozen=True):
     """Sequence numbers of the groups for which to keep outputs before the update."""
 
 
-def needed(array: NDArray[np.float32] | None, key: str) -> NDArray[np.float32]:
+def needed(array: Array | None, key: str) -> Array:
     """Return `array`, which the graph must have provided; raises `TrainingError` for None."""
     if array is None:
         raise TrainingError(f"a group came to a training step without its {key}; does the graph give it?")

@@ -54,9 +54,6 @@ class Assembly:
             "critic": self._critic,
             "reward": self._reward_model,
         }
-        unknown = sorted(roles - makers.keys())
-        if unknown:
-            raise ModelError(f"the graph needs the role {unknown[0]!r}; there are {', '.join(makers)}")
         self.folders: dict[str, Path] = {}
         """Checkpoint from which each role was loaded; the model's settings and tokenizer are there."""
         self.reference_changes = False

@@ -232,8 +232,7 @@ class Computation:
         began = time.monotonic()
         mfc = self._mfcs[call.mfc]
         role = self._assembly.roles[mfc.role]
-        if not isinstance(role, Actor | Critic):
-            raise TrainingError(f"{mfc.name} would train the role {mfc.role!r}, which only computes")
+        assert isinstance(role, Actor | Critic), "as the graph has checked"
         self.bring_back(mfc.role)
         self._seed(mfc.role, call.policy_version)
         self._blocked = 0.0

@@ -343,7 +343,7 @@ async def test_a_member_that_is_not_known_registers_again() -> None:
 
 async def test_a_member_survives_a_short_silence_of_the_manager() -> None:
     manager = FakeManager()
-    async with joined(manager, patience=30.0) as membership:
+    async with joined(manager) as membership:
         await manager.beat()
         manager.down = True
         await asyncio.sleep(0.1)
@@ -359,15 +359,16 @@ async def test_a_heartbeat_without_a_reply_is_soon_sent_again(monkeypatch: pytes
     monkeypatch.setattr(control_client, "HEARTBEAT_SECONDS", 0.1)
     manager = FakeManager()
     manager.lost_replies = 2
-    async with joined(manager, patience=60.0) as membership:
+    async with joined(manager) as membership:
         async with asyncio.timeout(10):
             await manager.beat()
         assert not membership.stopping.is_set()
 
 
-async def test_a_member_leaves_a_manager_that_stays_silent() -> None:
+async def test_a_member_leaves_a_manager_that_stays_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.transport.membership.PATIENCE_SECONDS", 0.1)
     manager = FakeManager()
-    async with joined(manager, patience=0.1) as membership:
+    async with joined(manager) as membership:
         manager.down = True
         await stopped(membership)
         assert isinstance(membership.lost, PeerLost)

@@ -21,6 +21,7 @@ import inspect
 import io
 import itertools
 import logging
+import math
 import os
 import queue
 import re
@@ -172,6 +173,17 @@ class UserFunction:
     """Checks the function's result and makes it encodable; raises `ValueError`."""
     close: Callable[[], None] = lambda: None
     """Called at the end of a process that `drains`."""
+
+
+def finite_number(value: Any, what: str) -> float:
+    """Return what a function returned, `what` it is, as a number; raises `ValueError` if it is not a finite one."""
+    try:
+        number = float(value)
+    except Exception:  # any object may raise anything: a torch tensor with several numbers raises a RuntimeError
+        raise ValueError(f"it returned {value!r:.200} ({type(value).__name__}); {what} is a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}; {what} is a finite number")
+    return number
 
 
 def frame(message: SetupMessage | UserCall | Cancel | Reply) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import math
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ import msgspec
 
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object
-from streamrl.userland import UserFunction
+from streamrl.userland import UserFunction, finite_number
 
 SCORE_SECONDS = 30.0
 
@@ -143,7 +142,7 @@ def serve_agent(*, function: str, args: dict[str, Any]) -> UserFunction:
 def as_score(value: object) -> Score:
     """Return the return value of an agent as a `Score`; raises `ValueError` if it is none."""
     if not isinstance(value, Mapping):
-        return Score(None if value is None else _number(value, "a score"))
+        return Score(None if value is None else finite_number(value, "a score"))
     unknown = value.keys() - set(Score.__struct_fields__)
     if unknown:
         known, found = ", ".join(Score.__struct_fields__), ", ".join(sorted(map(repr, unknown)))
@@ -154,15 +153,5 @@ def as_score(value: object) -> Score:
         given = value.get(name) or {}
         if not isinstance(given, Mapping):
             raise ValueError(f"it returned {name} = {given!r:.200}; it is a mapping to numbers")
-        numbers[name] = {str(key): _number(number, f"{what} ({key})") for key, number in given.items()}
-    return Score(None if score is None else _number(score, "a score"), **numbers)
-
-
-def _number(value: object, what: str) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"it returned {value!r:.200} ({type(value).__name__}); {what} is a number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}; {what} is a finite number")
-    return number
+        numbers[name] = {str(key): finite_number(number, f"{what} ({key})") for key, number in given.items()}
+    return Score(None if score is None else finite_number(score, "a score"), **numbers)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +32,7 @@ import msgspec
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object
 from streamrl.types import Prompt
-from streamrl.userland import UserFunction
+from streamrl.userland import UserFunction, finite_number
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def serve_reward(*, function: str, args: dict[str, Any], origin: dict[str, Any])
     """Return the reward function for a reward process (`userland.Setup.loader`)."""
     loaded = load_reward(function, args, msgspec.convert(origin, DataOrigin))
     decoder = msgspec.msgpack.Decoder(tuple[Response, Prompt])
-    return UserFunction(loaded, arguments=decoder.decode, result=finite_number)
+    return UserFunction(loaded, arguments=decoder.decode, result=functools.partial(finite_number, what="a reward"))
 
 
 def load_reward(spec: str, args: dict[str, Any], origin: DataOrigin) -> RewardFunction:
@@ -91,17 +90,6 @@ def load_reward(spec: str, args: dict[str, Any], origin: DataOrigin) -> RewardFu
             f"with args {args}: {error}"
         ) from error
     return functools.partial(function, **args)
-
-
-def finite_number(value: Any) -> float:
-    """Return the result of a reward function as a number; raises `ValueError` if it is not a finite number."""
-    try:
-        number = float(value)
-    except Exception:  # any object may raise anything: a torch tensor with several numbers raises a RuntimeError
-        raise ValueError(f"it returned {value!r:.200} ({type(value).__name__}); a reward is a number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}; a reward is a finite number")
-    return number
 
 
 def extract_answer(text: str) -> str:

@@ -71,7 +71,7 @@ async def test_bodies_that_cannot_be_read(send, served, path, data):
         ("/v1/chat/completions", b'{"messages": []}', "messages"),
         ("/v1/chat/completions", b'{"messages": [{"role": "robot"}]}', "role"),
         ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": 3}]}', "content"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "n": 0}', "n: 0"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "n": 0}', ">= 1 - at `$.n`"),
         ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "n": "two"}', "n"),
         ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "max_tokens": -1}', "max_tokens"),
         ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "stop": [""]}', "stop"),

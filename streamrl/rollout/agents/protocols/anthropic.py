@@ -59,7 +59,7 @@ class _OutputConfig(msgspec.Struct):
 
 class _MessagesBody(common.SamplingFields):
     messages: list[_AnthropicMessage]
-    max_tokens: int
+    max_tokens: common.TokenCount
     model: str = ""
     system: common.Content = None
     tools: list[_AnthropicTool] | None = None
@@ -77,7 +77,6 @@ def parse(raw: bytes) -> CheckedRequest:
     body = common.decode(raw, _MessagesBody)
     if not body.messages:
         raise RequestRefused("messages: there are none")
-    common.check_counts(1, body.max_tokens, "max_tokens")
     choice = body.tool_choice.type if body.tool_choice else "auto"
     alone = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     one_call = {"tool_choice.disable_parallel_tool_use": True} if alone else {}

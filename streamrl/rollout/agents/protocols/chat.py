@@ -51,15 +51,15 @@ class _ChatBody(common.SamplingFields):
     model: str = ""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    n: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    n: common.Samples | None = None
+    max_tokens: common.TokenCount | None = None
+    max_completion_tokens: common.TokenCount | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[common.TokenId] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: common.TopLogprobs | None = None
     modalities: list[str] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -82,8 +82,6 @@ def parse(raw: bytes) -> CheckedRequest:
         }
     )
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    n = 1 if body.n is None else body.n
-    common.check_counts(n, limit, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
     tools = () if body.tool_choice == "none" else tuple(body.tools or ())
     for tool in tools:
         function = tool.get("function")
@@ -101,7 +99,7 @@ def parse(raw: bytes) -> CheckedRequest:
             messages=messages,
             tools=tools,
             given=given,
-            n=n,
+            n=body.n or 1,
             max_tokens=limit,
             stop=common.stops(body.stop),
             stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -110,7 +108,7 @@ def parse(raw: bytes) -> CheckedRequest:
         model=body.model,
         events=ChatEvents if body.stream else None,
         logprobs=bool(body.logprobs),
-        top_logprobs=common.check_top_logprobs(body.top_logprobs, "top_logprobs"),
+        top_logprobs=body.top_logprobs or 0,
         stream_usage=body.stream_options is not None and body.stream_options.include_usage,
         sampling=body.given(),
     )

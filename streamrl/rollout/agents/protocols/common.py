@@ -12,9 +12,6 @@ import msgspec
 from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import TOO_LONG, ChatRequest, Completion, Message, MessagePiece, RequestRefused
 
-MAX_SAMPLES = 256
-"""Most completions (`n`) of one request."""
-
 
 class CheckedRequest(msgspec.Struct, frozen=True):
     """A request that a protocol has checked, with the settings that determine the form of its answer."""
@@ -136,7 +133,11 @@ class SamplingFields(_UnsupportedFields, kw_only=True):
 Content = str | list[ContentPart] | None
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
-MAX_TOP_LOGPROBS = 20
+Samples = Annotated[int, msgspec.Meta(ge=1, le=256)]
+"""Number of completions of one request."""
+TokenCount = Annotated[int, msgspec.Meta(ge=1)]
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
+"""Number of likeliest tokens requested at each position."""
 Body = TypeVar("Body")
 
 
@@ -178,21 +179,6 @@ def stops(stop: str | list[str] | None) -> tuple[str, ...]:
     if "" in found:
         raise RequestRefused("stop: an empty string cannot end an answer")
     return found
-
-
-def check_counts(n: int, max_tokens: int | None, field: str) -> None:
-    """Raise `RequestRefused` if a number of answers or tokens is out of range."""
-    if not 1 <= n <= MAX_SAMPLES:
-        raise RequestRefused(f"n: {n} is not between 1 and {MAX_SAMPLES}")
-    if max_tokens is not None and max_tokens < 1:
-        raise RequestRefused(f"{field}: {max_tokens} is less than 1")
-
-
-def check_top_logprobs(count: int | None, field: str) -> int:
-    """Return the number of likeliest tokens requested; raises `RequestRefused` if it is out of range."""
-    if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
-        raise RequestRefused(f"{field}: {count} is not between 0 and {MAX_TOP_LOGPROBS}")
-    return count or 0
 
 
 def refuse_present(fields: Mapping[str, Any]) -> None:

@@ -17,12 +17,12 @@ error = common.openai_error
 class _CompletionBody(common.SamplingFields):
     prompt: str | common.TokenIds
     model: str = ""
-    n: int | None = None
-    max_tokens: int | None = None
+    n: common.Samples | None = None
+    max_tokens: common.TokenCount | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[common.TokenId] | None = None
     stream: bool | None = None
-    logprobs: int | None = None
+    logprobs: common.TopLogprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -38,12 +38,10 @@ def parse(raw: bytes) -> CheckedRequest:
             "best_of": (body.best_of or 1) > (body.n or 1),
         }
     )
-    n = 1 if body.n is None else body.n
-    common.check_counts(n, body.max_tokens, "max_tokens")
     return CheckedRequest(
         request=ChatRequest(
             prompt=body.prompt if isinstance(body.prompt, str) else tuple(body.prompt),
-            n=n,
+            n=body.n or 1,
             max_tokens=body.max_tokens,
             stop=common.stops(body.stop),
             stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -52,7 +50,7 @@ def parse(raw: bytes) -> CheckedRequest:
         model=body.model,
         events=CompletionEvents if body.stream else None,
         logprobs=body.logprobs is not None,
-        top_logprobs=common.check_top_logprobs(body.logprobs, "logprobs"),
+        top_logprobs=body.logprobs or 0,
         sampling=body.given(),
     )
 

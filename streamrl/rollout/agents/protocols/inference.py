@@ -15,8 +15,8 @@ error = common.openai_error
 
 
 class _Sampling(common.SamplingFields):
-    n: int = 1
-    max_tokens: int | None = None
+    n: common.Samples = 1
+    max_tokens: common.TokenCount | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[common.TokenId] | None = None
 
@@ -34,7 +34,6 @@ def parse(raw: bytes) -> CheckedRequest:
     body = common.decode(raw, _GenerateBody)
     common.refuse_present({"features": body.features, "content_parts": body.content_parts})
     asked = body.sampling_params
-    common.check_counts(asked.n, asked.max_tokens, "sampling_params.max_tokens")
     return CheckedRequest(
         request=ChatRequest(
             prompt=tuple(body.token_ids),

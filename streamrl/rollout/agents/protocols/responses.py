@@ -57,11 +57,11 @@ class _ResponseBody(common.SamplingFields):
     store: bool | None = None
     tools: list[_ResponseTool] | None = None
     tool_choice: Any = None
-    max_output_tokens: int | None = None
+    max_output_tokens: common.TokenCount | None = None
     stream: bool | None = None
     text: _Text | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: common.TopLogprobs | None = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
@@ -79,7 +79,6 @@ def parse(raw: bytes) -> CheckedRequest:
             "prompt": body.prompt,
         }
     )
-    common.check_counts(1, body.max_output_tokens, "max_output_tokens")
     instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
     messages = [Message(role="user", content=body.input)] if isinstance(body.input, str) else _messages(body.input)
     if not messages:
@@ -94,7 +93,7 @@ def parse(raw: bytes) -> CheckedRequest:
         model=body.model,
         events=ResponseEvents if body.stream else None,
         logprobs=_LOGPROBS in (body.include or ()),
-        top_logprobs=common.check_top_logprobs(body.top_logprobs, "top_logprobs"),
+        top_logprobs=body.top_logprobs or 0,
         sampling=body.given(),
         instructions=len(instructions),
         previous=(body.previous_response_id or "").removeprefix("resp_"),

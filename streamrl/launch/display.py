@@ -22,7 +22,7 @@ from rich.text import Text
 
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
-from streamrl.launch.dashboard import StatusHistory, dashboard, duration, step_line
+from streamrl.launch.dashboard import dashboard, duration, step_line
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import in_words
 from streamrl.records.health import Finding, findings
@@ -47,7 +47,9 @@ class Display:
     def __init__(self, console: Console, *, config: Config) -> None:
         self._console = console
         self._config = config
-        self._history = StatusHistory(started=time.monotonic())
+        self._started = time.monotonic()
+        self._status: Status | None = None
+        """The controller's last status."""
         self._began = time.time()
         self._state = ""
         self._health = HEALTHY.state
@@ -70,7 +72,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print an action of the launcher."""
-        elapsed = duration(time.monotonic() - self._history.started)
+        elapsed = duration(time.monotonic() - self._started)
         self._console.print(Text.assemble((f"{elapsed:>7}  ", "dim"), text), soft_wrap=True)
 
     async def follow(self, manager_url: str) -> None:
@@ -91,7 +93,7 @@ class Display:
         self._run.refresh()
         if status.last_step is not None:  # the files of a controller on another machine may not be here
             self._run.add_step(status.last_step)
-        self._history.add(status, now=time.monotonic())
+        self._status = status
         self._show_records()
         self._show_status(status)
 
@@ -121,8 +123,8 @@ class Display:
         """Return the health findings on the latest figures; those of processes are from the last status."""
         figures = self._run.figures()
         figures.config = self._config
-        if self._history.last is not None:
-            processes = {f"{process.role}/{process.index}": process for process in self._history.last.processes}
+        if self._status is not None:
+            processes = {f"{process.role}/{process.index}": process for process in self._status.processes}
             figures.stats = {name: process.stats for name, process in processes.items()}
             figures.failures = {name: p.failure for name, p in processes.items() if p.failure is not None}
         return findings(figures)
@@ -202,8 +204,8 @@ class LiveDisplay(Display):
     def _show_status(self, status: Status) -> None:
         picture = dashboard(
             self._run,
-            self._history,
-            now=time.monotonic(),
+            status,
+            elapsed=time.monotonic() - self._started,
             config=self._config,
             warnings=self._recent_warnings(),
             findings=self._findings(),
@@ -213,16 +215,13 @@ class LiveDisplay(Display):
 
 
 async def picture_of(client: ControlClient) -> RenderableType:
-    """Return a picture of the run's present state, with rates from two statuses; close `client`."""
-    run, history = RunView(Path()), StatusHistory(started=time.monotonic())
+    """Return a picture of the run's present state; close `client`."""
+    run = RunView(Path())
     async with client:
-        for look in range(2):
-            await asyncio.sleep(look * 1.5 * INTERVAL_SECONDS)
-            status = await client.status()
-            history.add(status, now=time.monotonic())
-            if status.last_step is not None:
-                run.add_step(status.last_step)
-    return dashboard(run, history, now=time.monotonic(), height=60)
+        status = await client.status()
+    if status.last_step is not None:
+        run.add_step(status.last_step)
+    return dashboard(run, status, height=60)
 
 
 def make_display(console: Console, *, config: Config, reports: int | None = None) -> Display:

@@ -60,7 +60,7 @@ class LateModel(GraphedModel):
 
     def __init__(self, *args: Any, cache: KVCache, record: Recorder, **settings: Any) -> None:
         super().__init__(*args, cache=cache, record=record, **settings)
-        self._device_late = record
+        self._recorder = record
         for name in ("_empty", "copy", "clear", "take", "put"):
             setattr(cache, name, _after(record, getattr(cache, name)))
         for name in ("extend", "decode"):
@@ -69,7 +69,7 @@ class LateModel(GraphedModel):
     def _enqueue(self, buffers: HostBuffers, size: tuple[int, int], *, followers: int) -> bool:
         assert isinstance(buffers.done, LateEvent)
         buffers.done.awaited += 1
-        self._device_late.late.append(partial(self._compute, self.parameters, buffers, size, followers))
+        self._recorder.late.append(partial(self._compute, self.parameters, buffers, size, followers))
         return True
 
     def _compute(self, parameters: Any, buffers: HostBuffers, size: tuple[int, int], followers: int) -> None:

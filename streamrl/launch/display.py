@@ -12,11 +12,9 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -65,9 +63,7 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
     def note(self, text: str) -> None:
@@ -174,9 +170,7 @@ class LiveDisplay(Display):
         self._spinner.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._spinner.stop()
         self._live.stop()
 
@@ -212,16 +206,6 @@ class LiveDisplay(Display):
             height=self._console.height - 1,
         )
         self._live.update(picture, refresh=True)
-
-
-async def picture_of(client: ControlClient) -> RenderableType:
-    """Return a picture of the run's present state; close `client`."""
-    run = RunView(Path())
-    async with client:
-        status = await client.status()
-    if status.last_step is not None:
-        run.add_step(status.last_step)
-    return dashboard(run, status, height=60)
 
 
 def make_display(console: Console, *, config: Config, reports: int | None = None) -> Display:

@@ -164,7 +164,7 @@ class Launcher:
         """Kill all processes at once; restore the terminal's cursor, since no later code runs."""
         if self._children is not None:
             self._children.kill()
-        self._display.__exit__(None, None, None)
+        self._display.__exit__()
 
     async def _start_and_watch(self, children: Children) -> None:
         showing = asyncio.create_task(self._show_page(children), name="the start of the page")

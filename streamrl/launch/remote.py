@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from streamrl import config as configuration
 from streamrl.config import SecurityConfig
 from streamrl.errors import ConfigError
-from streamrl.transport.control import Drain, Role
+from streamrl.transport.control import Drain, Role, Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, of_run_at, read_file
 
@@ -34,9 +34,17 @@ def _client(manager_url: str, secret_file: Path | None, config_file: Path | None
 
 def status(manager_url: str, *, secret_file: Path | None, config_file: Path | None) -> RenderableType:
     """Return a picture of the run's present state."""
-    from streamrl.launch.display import picture_of
+    from streamrl.launch.dashboard import dashboard
+    from streamrl.records.view import RunView
 
-    return asyncio.run(picture_of(_client(manager_url, secret_file, config_file, timeout=STATUS_SECONDS)))
+    async def ask() -> Status:
+        async with _client(manager_url, secret_file, config_file, timeout=STATUS_SECONDS) as client:
+            return await client.status()
+
+    found, run = asyncio.run(ask()), RunView(Path())
+    if found.last_step is not None:
+        run.add_step(found.last_step)
+    return dashboard(run, found, height=60)
 
 
 def drain(manager_url: str, process: str, *, secret_file: Path | None, config_file: Path | None) -> None:

@@ -59,14 +59,6 @@ CONNECT_SECONDS = 10.0
 """Longest time until the head of a Ray cluster accepts a connection."""
 
 
-class ProcessEnd(msgspec.Struct, frozen=True):
-    """How a process ended."""
-
-    exit_code: int
-    how: str
-    obituary: str
-
-
 class Keeper:
     """An actor that runs and watches one process of the run on its node."""
 
@@ -96,13 +88,11 @@ class Keeper:
         (self._child,) = self._children.running
         return self._child.pid, url
 
-    async def ended(self) -> bytes:
-        """Wait for the end of the process; return it (`ProcessEnd` as JSON)."""
+    async def ended(self) -> tuple[int | None, str]:
+        """Wait for the end of the process; return its exit code and its obituary."""
         assert self._child is not None
         await self._child.ended.wait()
-        assert self._child.exit_code is not None
-        end = ProcessEnd(self._child.exit_code, self._child.how_it_ended, self._child.obituary())
-        return msgspec.json.encode(end)
+        return self._child.exit_code, self._child.obituary()
 
     async def send(self, line: str) -> None:
         if self._child is not None:
@@ -183,7 +173,7 @@ def bundle(needed: Needs) -> dict[str, float]:
 class KeptChild(Child):
     """A process that an actor runs."""
 
-    _end: ProcessEnd | None = None
+    _obituary = ""
 
     def send(self, line: str) -> None:
         self._handle.send.remote(line)
@@ -195,23 +185,17 @@ class KeptChild(Child):
     async def wait(self) -> int:
         """Wait for the end of the process, or of its actor; then release the actor."""
         try:
-            self._end = msgspec.json.decode(await self._handle.ended.remote(), type=ProcessEnd)
-            self.exit_code = self._end.exit_code
+            code, self._obituary = await self._handle.ended.remote()
         except RayError as error:
             self.ended_because = f"Ray lost its actor ({_first_line(error)})"
-            self.exit_code = -signal.SIGKILL
+            code = -signal.SIGKILL
         ray.kill(self._handle)
+        self.exit_code = int(code)
         self.ended.set()
         return self.exit_code
 
-    @property
-    def how_it_ended(self) -> str:
-        if self._end is None:
-            return f"was lost, since {self.ended_because}"
-        return f"was ended, since {self.ended_because}" if self.ended_because else self._end.how
-
     def obituary(self) -> str:
-        return f"{self.name} {self.how_it_ended}" if self._end is None else self._end.obituary
+        return self._obituary or f"{self.name} {self.how_it_ended}"
 
 
 class KeptChildren(Children):

@@ -155,7 +155,7 @@ def test_a_run_goes_on_whatever_ray_takes_away(cluster: Cluster, tmp_path: Path)
         print(command.output[-8000:])  # noqa: T201
     assert [step["step"] for step in steps(run_dir)] == list(range(1, len(steps(run_dir)) + 1))
     assert_none_missing(run_dir)
-    assert "gserver/0 was lost, since Ray lost its actor" in command.said
+    assert "gserver/0 was ended, since Ray lost its actor" in command.said
 
 
 def until_back(run_dir: Path, taken: Mapping[str, psutil.Process]) -> None:

@@ -119,7 +119,7 @@ class Child:
 
 
 class Children:
-    """All processes of one launcher. `stop` them before the launcher ends."""
+    """All processes of one launcher, which has to `stop` them before it ends."""
 
     def __init__(self, logs: Path | None, secret: Secret | None = None) -> None:
         """`logs`: folder for their output; None: it goes to the launcher's output. `secret`: the run's secret, which is
@@ -214,20 +214,20 @@ class Children:
         return ended
 
     async def stop(self) -> None:
-        """Stop all processes in order: SIGTERM, and SIGKILL for those still running after `GRACE_SECONDS`."""
-        for roles in STOP_ORDER:
-            await self._stop([child for child in self.running if child.role in roles])
-        await self._stop(self.running)
-        await asyncio.gather(*self._ends.values())
+        """Stop all processes in order: SIGTERM, and SIGKILL for those still running after `GRACE_SECONDS`. No others
+        can be started afterwards."""
+        try:
+            for roles in STOP_ORDER:
+                await self._stop([child for child in self.running if child.role in roles])
+            await self._stop(self.running)
+            await asyncio.gather(*self._ends.values())
+        finally:
+            self._lifeline.close()  # a process that still runs ends by itself
 
     def kill(self) -> None:
         """Kill all processes at once."""
         for child in self.running:
             child.signal(signal.SIGKILL)
-
-    def close(self) -> None:
-        """Close the lifeline; processes that are still running end by themselves."""
-        self._lifeline.close()
 
     async def _stop(self, children: Collection[Child]) -> None:
         for child in children:

@@ -157,7 +157,6 @@ class Launcher:
                     )
                     await self._children.stop()
         finally:
-            self._children.close()
             lock.close()
 
     def kill(self) -> None:

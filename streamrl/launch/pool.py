@@ -105,7 +105,6 @@ class PoolShare:
                 await self.supervisor.until_over()
         finally:
             await self.children.stop()
-            self.children.close()
 
     async def leave(self) -> None:
         """Make all processes finish their work and leave the run, which continues."""

@@ -128,7 +128,6 @@ async def _replay(prepared: ReplaySetup, children: Children) -> None:
                     raise ProcessDied(ended.obituary())
         finally:
             await children.stop()
-            children.close()
 
 
 def outcome_of(folder: Path) -> ReplayOutcome:

@@ -67,11 +67,6 @@ class Nodes(msgspec.Struct, frozen=True):
     gpus: int
     """GPUs of each node that are used."""
 
-    @property
-    def kind(self) -> tuple[Sequence[str], int]:
-        """Properties in which unlike nodes differ."""
-        return tuple(self.options), self.gpus
-
 
 def run_on_slurm(
     config_file: Path,
@@ -127,7 +122,7 @@ def script(config: Config, *, config_file: Path, folder: Path, template: Path | 
     """
     found = pools(config)
     layout = _layout(config, found)
-    unlike = len({nodes.kind for nodes in layout}) > 1
+    unlike = len({(*nodes.options, nodes.gpus) for nodes in layout}) > 1
     logs = config.run_dir.absolute() / "logs"
     values: dict[str, object] = {
         "name": repr(config.run.name),

@@ -148,7 +148,7 @@ async def test_a_pool_that_has_started_none_yet_cannot_be_left_in_order(tmp_path
     children = Children(logs=None)
     with pytest.raises(StreamRLError, match="no gserver is running here"):
         await part_of(tmp_path, children=children, client=_Run()).leave()
-    children.close()
+    await children.stop()
 
 
 class _Run:
@@ -186,7 +186,6 @@ async def test_a_process_that_has_not_joined_does_not_keep_the_others_from_leavi
     assert [child.name for child in children.running] == ["gserver/0", "gserver/2"]
     assert "gserver/1 is not in this run" in caplog.text
     await children.stop()
-    children.close()
 
 
 async def test_a_process_that_breaks_when_the_run_is_over_is_not_the_pools_failure(
@@ -198,7 +197,7 @@ async def test_a_process_that_breaks_when_the_run_is_over_is_not_the_pools_failu
     assert part.supervisor is not None
     await part.supervisor.until_over()
     assert "gserver/0 was ended by SIGSEGV when the run was over" in caplog.text
-    children.close()
+    await children.stop()
 
 
 async def test_a_process_whose_index_another_has_is_restarted_with_a_new_one(
@@ -217,7 +216,7 @@ async def test_a_process_whose_index_another_has_is_restarted_with_a_new_one(
     await start(ProcessPlan("gserver", 4, 1, "cpu", ["0"]))
     await part.supervisor.until_over()
     assert started == [4, 4, 5]
-    children.close()
+    await children.stop()
 
 
 def streamrl(*words: str) -> subprocess.CompletedProcess[str]:

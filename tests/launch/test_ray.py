@@ -210,7 +210,6 @@ async def test_a_controller_without_a_node_is_named(
     assert "controller/0 waits for Ray to find a node for its actor" in caplog.text
     actor.placed.set_result((7, "http://127.0.0.1:7000"))
     assert await waiting == "http://127.0.0.1:7000"
-    children.close()
 
 
 def test_without_a_cluster_the_command_says_so(tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ async def children() -> AsyncIterator[Children]:
     started = Children(logs=None)
     yield started
     await started.stop()
-    started.close()
 
 
 async def start(children: Children, name: str, script: str) -> Child:
@@ -108,7 +107,7 @@ async def test_who_said_nothing_is_not_given_the_words_of_an_earlier_start(tmp_p
     await start(children, "gserver/0", "echo out of memory; exit 1")
     said = await children.next_exit()
     assert said.obituary().splitlines()[1:] == ["  out of memory"]
-    children.close()
+    await children.stop()
 
 
 def test_a_process_that_has_ended_can_be_sent_a_line() -> None:
@@ -117,7 +116,7 @@ def test_a_process_that_has_ended_can_be_sent_a_line() -> None:
         waiting = await children.start(ProcessPlan("gserver", 0, 1), ["true"], waits=True)
         await waiting.ended.wait()
         waiting.send("http://m:1")
-        children.close()
+        await children.stop()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a launcher
         runner.run(send())

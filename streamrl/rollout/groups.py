@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -59,30 +59,21 @@ class _GroupTask:
     retries: int = 0
 
 
+@dataclass(eq=False)
 class GroupMaker:
     """Runs the workflow once for each sibling of a prompt, all concurrently; each run is an episode."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        worker: str,
-        prompts: PromptSource,
-        workflow: Workflow,
-        chat: ChatTokenizer,
-        generator: Sampler,
-        rewards: RewardPool | None,
-        activity: Activity,
-    ) -> None:
-        """`worker`: name of the process in its groups. `rewards`: None if a reward model scores."""
-        self._config = config
-        self._worker = worker
-        self._prompts = prompts
-        self._workflow = workflow
-        self._chat = chat
-        self._generator = generator
-        self._rewards = rewards
-        self._activity = activity
+    config: Config
+    _: KW_ONLY
+    worker: str
+    """Name of the process in its groups."""
+    prompts: PromptSource
+    workflow: Workflow
+    chat: ChatTokenizer
+    generator: Sampler
+    rewards: RewardPool | None
+    """None if a reward model scores."""
+    activity: Activity
 
     async def make(
         self,
@@ -105,11 +96,11 @@ class GroupMaker:
             async with asyncio.TaskGroup() as tasks:
                 siblings = [
                     tasks.create_task(self._sibling(group, sibling), name=f"seq {seq}, sibling {sibling}")
-                    for sibling in range(self._config.rollout.group_size)
+                    for sibling in range(self.config.rollout.group_size)
                 ]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        self._activity.groups_shrunk += bool(group.left_out)
+        self.activity.groups_shrunk += bool(group.left_out)
         episodes = [episode for task in siblings if (episode := task.result()) is not None]
         return self._assembled(group, episodes, seconds=time.monotonic() - started)
 
@@ -119,7 +110,7 @@ class GroupMaker:
         parts = [episode.reward_parts for episode in episodes]
         return TrajectoryGroup.from_trajectories(
             seq=group.prompt.seq,
-            worker=self._worker,
+            worker=self.worker,
             prompt_length=shared_prefix(trajectories),
             trajectories=trajectories,
             generation_seconds=seconds,
@@ -131,11 +122,11 @@ class GroupMaker:
 
     def _prompt(self, seq: int, row: int | None) -> Prompt:
         """Return the prompt of `seq`; raises `DataError` if there is none, or it has too many tokens."""
-        prompt = self._prompts.prompt(seq, row=row)
-        tokens, limit = len(prompt.input_ids), self._config.data.max_prompt_tokens
+        prompt = self.prompts.prompt(seq, row=row)
+        tokens, limit = len(prompt.input_ids), self.config.data.max_prompt_tokens
         if tokens > limit:
             raise DataError(
-                f"{self._prompts.place(prompt.index)}: the prompt has {tokens} tokens, more than "
+                f"{self.prompts.place(prompt.index)}: the prompt has {tokens} tokens, more than "
                 f"data.max_prompt_tokens = {limit}"
             )
         return prompt
@@ -154,16 +145,16 @@ class GroupMaker:
                 raise
             except Exception as error:  # tolerance point: the user's workflow may raise anything
                 if self._can_shrink(group):
-                    self._activity.failed(group.prompt.seq, error)
+                    self.activity.failed(group.prompt.seq, error)
                     group.left_out.add(sibling)
-                    self._activity.log_reason(f"{where} is left out of its group", error)
+                    self.activity.log_reason(f"{where} is left out of its group", error)
                     break
                 if not self._can_retry(group, attempt, where=where):
                     raise
-                self._activity.failed(group.prompt.seq, error)
-                self._activity.log_reason(f"{where} is made again", error)
+                self.activity.failed(group.prompt.seq, error)
+                self.activity.log_reason(f"{where} is made again", error)
                 group.retries += 1
-                with self._activity.retrying():
+                with self.activity.retrying():
                     await retry.pause(error)
         if group.before_scoring is not None:
             await group.before_scoring(sibling)  # in a synchronous graph the master waits for all siblings here
@@ -171,12 +162,12 @@ class GroupMaker:
 
     def _can_shrink(self, group: _GroupTask) -> bool:
         """Return whether one more sibling may be left out."""
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         return rollout.group_size - len(group.left_out) > rollout.fewest_siblings
 
     def _can_retry(self, group: _GroupTask, attempt: int, *, where: str) -> bool:
         """Return whether a sibling may be made again after `attempt` retries."""
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         if rollout.on_failed_sibling not in ("retry", "zero") or attempt >= rollout.sibling_retries:
             return False
         if not group.may_retry():
@@ -190,20 +181,20 @@ class GroupMaker:
         session = Session(
             prompt=prompt,
             sibling=sibling,
-            generator=self._generator,
+            generator=self.generator,
             route=group.route,
-            rewards=self._rewards,
-            reward=self._config.rollout.reward,
-            chat=self._chat,
-            sampling=self._config.rollout.sampling,
-            max_context=self._config.gserver.max_context,
-            activity=self._activity,
+            rewards=self.rewards,
+            reward=self.config.rollout.reward,
+            chat=self.chat,
+            sampling=self.config.rollout.sampling,
+            max_context=self.config.gserver.max_context,
+            activity=self.activity,
             before_scoring=group.before_scoring,
             attempt=attempt,
-            failures_score_zero=self._config.rollout.on_failed_sibling == "zero",
+            failures_score_zero=self.config.rollout.on_failed_sibling == "zero",
         )
         try:
-            found = await self._workflow.run(prompt, session)
+            found = await self.workflow.run(prompt, session)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():

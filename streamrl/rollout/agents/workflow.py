@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import re
 import secrets
 import ssl
@@ -15,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -437,39 +437,29 @@ class EpisodeTable:
             self._ended.popitem(last=False)
 
 
+@dataclass(eq=False)
 class AgentWorkflow:
     """A `Workflow` whose siblings are episodes of an agent."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        *,
-        agents: Agents,
-        gateway: Gateway,
-        url: str,
-        episodes: EpisodeTable,
-        renderer: Renderer,
-        model: str,
-    ) -> None:
-        """`url`: the gateway's. `model`: the name under which agents request the policy."""
-        self.url = url
-        self.episodes = episodes
-        self._config = config
-        self._agents = agents
-        self._gateway = gateway
-        self._renderer = renderer
-        self._model = model
+    config: AgentConfig
+    _: KW_ONLY
+    agents: Agents
+    gateway: Gateway
+    url: str
+    """The gateway's."""
+    episodes: EpisodeTable
+    renderer: Renderer
+    model: str
+    """The name under which agents request the policy."""
 
     @property
     def retries_answered(self) -> int:
         """How many requests of agents received the answer of an earlier request."""
-        return self._gateway.retries_answered
+        return self.gateway.retries_answered
 
     def played_by(self, agents: Agents) -> AgentWorkflow:
         """Return this workflow with other agents."""
-        other = copy.copy(self)
-        other._agents = agents
-        return other
+        return replace(self, agents=agents)
 
     async def run(self, prompt: Prompt, session: Session) -> list[Trajectory]:
         trajectories, _ = await self.play(prompt, session)
@@ -477,7 +467,7 @@ class AgentWorkflow:
 
     async def play(self, prompt: Prompt, session: Session) -> tuple[list[Trajectory], Score]:
         """Return the trajectories of an episode, at least one, and its score."""
-        episode = Episode(session, self._renderer, max_calls=self._config.max_calls)
+        episode = Episode(session, self.renderer, max_calls=self.config.max_calls)
         self.episodes.add(episode)
         began = time.monotonic()
         try:
@@ -485,8 +475,8 @@ class AgentWorkflow:
         finally:
             episode.end()
             self.episodes.remove(episode)
-            self._gateway.forget(episode.key)
-        trajectories = episode.trajectories(earned, discount=self._config.discount)
+            self.gateway.forget(episode.key)
+        trajectories = episode.trajectories(earned, discount=self.config.discount)
         if not trajectories:
             raise AgentError(f"seq {prompt.seq}: the agent never asked the policy for anything")
         session.activity.episode_ended(
@@ -508,7 +498,7 @@ class AgentWorkflow:
 
     async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> EpisodeScore:
         """Run an episode, and return its score once it is known."""
-        seconds = self._config.timeout_seconds
+        seconds = self.config.timeout_seconds
         try:
             try:
                 async with asyncio.timeout(None) as deadline, AsyncExitStack() as stages:
@@ -520,8 +510,8 @@ class AgentWorkflow:
                         stages.enter_context(session.activity.in_stage(PLAYING))
                         waiting.close()
 
-                    earned = episode.earned(await self._agents.run(task_of(prompt), self._access(episode), begun=begun))
-                    scores = self._config.scored_by == "agent" or self._config.remote  # else it never ends
+                    earned = episode.earned(await self.agents.run(task_of(prompt), self._access(episode), begun=begun))
+                    scores = self.config.scored_by == "agent" or self.config.remote  # else it never ends
                     if not earned.said.said and (scores or episode.notified is not None):
                         own = earned.said.metrics
                         earned = await episode.scored()
@@ -538,7 +528,7 @@ class AgentWorkflow:
                 ) from error
             if episode.failure is not None:
                 raise episode.failure
-            if self._config.scored_by == "reward":
+            if self.config.scored_by == "reward":
                 judged = await session.score(_response(episode))
                 return earned._replace(said=msgspec.structs.replace(earned.said, score=judged))
             await session.generated()
@@ -557,7 +547,7 @@ class AgentWorkflow:
             return EpisodeScore(Score(0.0), [])
 
     def _access(self, episode: Episode) -> Endpoint:
-        return Endpoint(root=self.url, id=episode.name, api_key=episode.key, model=self._model)
+        return Endpoint(root=self.url, id=episode.name, api_key=episode.key, model=self.model)
 
 
 async def open_agents(

@@ -7,6 +7,7 @@ reward model gives one score for each response, read at its last token (`rew_inf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -38,37 +39,28 @@ from streamrl.types import TrajectoryGroup
 # --- critic ---
 
 
+@dataclass(eq=False)
 class Critic:
     """A model with a scalar head; its value at a position belongs to the state before the next token."""
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        *,
-        ranks: Ranks,
-        trainer: TrainerConfig,
-        critic: CriticConfig,
-        algorithm: AlgorithmConfig,
-        kl: KLCoefficient,
-        device: torch.device,
-    ) -> None:
-        self.model = model
-        self._ranks = ranks
-        self._trainer = trainer
-        self._critic = critic
-        self._algorithm = algorithm
-        self._kl = kl
-        self._device = device
+    model: ParallelModel
+    _: KW_ONLY
+    ranks: Ranks
+    trainer: TrainerConfig
+    critic: CriticConfig
+    algorithm: AlgorithmConfig
+    kl: KLCoefficient
+    device: torch.device
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
         """Return the values of the states in which the sampled tokens were sampled (0 elsewhere), packed like each
         group; None where the model returns no output. Collective."""
-        return infer_packed(self.model, groups, self._trainer)
+        return infer_packed(self.model, groups, self.trainer)
 
     def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
         """Return the credit of `items`, as `Actor.begin_step`. Collective."""
-        self._kl.begin_step(policy_version)
-        return assign_credit(items, self._algorithm, kl_coef=self._kl.value, given=given, add_up=self._ranks.add_up)
+        self.kl.begin_step(policy_version)
+        return assign_credit(items, self.algorithm, kl_coef=self.kl.value, given=given, add_up=self.ranks.add_up)
 
     def train_step(
         self,
@@ -83,7 +75,7 @@ class Critic:
         for `Actor.train_step`."""
         trained = [item.trainable for item in items]
         groups = [item.group for item in items]
-        micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
+        micros = [micro for micro in pack_for(self.model, groups, self.trainer) if at_targets(micro, trained).any()]
 
         inputs = [self._inputs(micro, items, credits) for micro in micros] if self.model.gives_output else []
         figures = DeviceFigures()
@@ -92,7 +84,7 @@ class Critic:
             chosen, returns, before = inputs[number]
             residual = returns - before
             values = output.values.index_select(0, chosen)
-            found = clipped_value_loss(values, before, returns, clip=self._critic.value_clip)
+            found = clipped_value_loss(values, before, returns, clip=self.critic.value_clip)
             loss = found.loss.sum() / max(minibatch.loss_tokens, 1)
             sums = {
                 "loss": loss.detach(),
@@ -128,11 +120,11 @@ class Critic:
         keep = np.flatnonzero(at_targets(micro, [item.trainable for item in items]))
 
         def kept(arrays: Sequence[NDArray[np.float32]]) -> Tensor:
-            return to_device(at_targets(micro, arrays)[keep], self._device)
+            return to_device(at_targets(micro, arrays)[keep], self.device)
 
         returns = [needed(credit.returns, "returns").numpy() for credit in credits]
         values = [needed(item.values, "values") for item in items]
-        return to_device(keep, self._device), kept(returns), kept(values)
+        return to_device(keep, self.device), kept(returns), kept(values)
 
 
 # --- reward model ---

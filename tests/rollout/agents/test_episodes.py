@@ -218,7 +218,7 @@ async def test_a_bad_episode_fails_by_name_and_the_next_one_runs(question: str, 
         async with session(*["Two<|im_end|>"] * 3, rewards=None) as (made, _):
             with pytest.raises(AgentError, match=says):
                 await workflow.run(task(question), made)
-        workflow._config = SOLVE  # the next one has time to start a process
+        workflow.config = SOLVE  # the next one has time to start a process
         async with session("Two<|im_end|>", rewards=None) as (made, _):
             assert [one.reward for one in await workflow.run(task("once"), made)] == [0.5]
 

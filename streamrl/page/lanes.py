@@ -77,11 +77,11 @@ def _covered(begins: Column, ends: Column, edges: Column) -> Column:
     return np.diff(until)
 
 
-def _shares(kind: str, seconds: Column, edges: Column, *, text: str = "") -> list[LanePiece]:
+def _shares(kind: str, seconds: Column, edges: Column) -> list[LanePiece]:
     width = np.diff(edges)
     share = np.clip(seconds / width, 0.0, 1.0)
     rows = np.flatnonzero(share > 0.004)
-    return [LanePiece(float(edges[i]), float(edges[i + 1]), kind, round(float(share[i]), 3), text) for i in rows]
+    return [LanePiece(float(edges[i]), float(edges[i + 1]), kind, round(float(share[i]), 3), "") for i in rows]
 
 
 def _of_updates(publications: Sequence[PublicationEntry], edges: Column, *, origin: float) -> list[LanePiece]:

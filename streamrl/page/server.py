@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import hmac
 import secrets
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -348,8 +348,7 @@ async def _send(request: web.Request, body: bytes, content_type: str, *, status:
     """Write a reply piece by piece, each with a deadline."""
     headers = dict(HEADERS)
     if len(body) >= LEAST_COMPRESSED and "gzip" in request.headers.get("Accept-Encoding", ""):
-        packer = zlib.compressobj(1, wbits=31)
-        body = await asyncio.to_thread(lambda: packer.compress(body) + packer.flush())
+        body = await asyncio.to_thread(gzip.compress, body, 1)
         headers["Content-Encoding"] = "gzip"
     charset = "" if content_type == "application/octet-stream" else "; charset=utf-8"
     response = web.StreamResponse(status=status, headers={**headers, "Content-Type": content_type + charset})

@@ -137,11 +137,7 @@ def decode_line(
     try:
         return decoder.decode(line)
     except UNDECODABLE as error:
-        raise _unreadable(line, error, what=what, file=file, number=number) from error
-
-
-def _unreadable(line: bytes, error: Exception, *, what: str, file: Path | str, number: int) -> DataError:
-    return DataError(f"{file}, line {number}: not {what} ({error}); it begins {line[:60]!r}")
+        raise DataError(f"{file}, line {number}: not {what} ({error}); it begins {line[:60]!r}") from error
 
 
 def read_lines(file: Path, kind: type[Record]) -> list[tuple[bytes, Record]]:
@@ -156,9 +152,10 @@ def read_lines(file: Path, kind: type[Record]) -> list[tuple[bytes, Record]]:
     with without_garbage_collection(stays=False):
         for number, line in enumerate(_content(file).splitlines(), start=1):
             try:
-                found.append((line, decoder.decode(line)))
-            except UNDECODABLE as error:
-                errors.append(_unreadable(line, error, what="a record of this file", file=file, number=number))
+                record = decode_line(line, decoder, what="a record of this file", file=file, number=number)
+                found.append((line, record))
+            except DataError as error:
+                errors.append(error)
     if errors:
         log.warning("%s: %d lines cannot be read and are left out, the first: %s", file, len(errors), errors[0])
     return found

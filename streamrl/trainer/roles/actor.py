@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,57 +52,49 @@ TokensOf = Callable[[ModelOutput], Tokens]
 """Map the output of a micro-batch to the tokens of the objective."""
 
 
+@dataclass(eq=False)
 class Actor:
     """A policy; it shares `kl` with the critic, so that both see the same reward."""
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        *,
-        ranks: Ranks,
-        trainer: TrainerConfig,
-        algorithm: AlgorithmConfig,
-        advantage: Callable[[int], Advantage] | None = None,
-        kl: KLCoefficient,
-        longest: int,
-        device: torch.device,
-        temperature: float = 1.0,
-        inferring: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """`advantage`: as in `assign_credit`. `longest`: maximal number of tokens of a response. `temperature`: divisor
-        of the logits in `model`. `inferring`: context of each inference."""
-        self.model = model
-        self._ranks = ranks
-        self._trainer = trainer
-        self._algorithm = algorithm
-        self._advantage = advantage
-        self._policy_loss = policy_loss(algorithm)
-        self._kl = kl
-        self._longest = longest
-        self._device = device
-        self._temperature = temperature
-        self._inferring = inferring
-        self._compares = algorithm.kl_coef > 0
+    model: ParallelModel
+    _: KW_ONLY
+    ranks: Ranks
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+    advantage: Callable[[int], Advantage] | None = None
+    """As in `assign_credit`."""
+    kl: KLCoefficient
+    longest: int
+    """Maximal number of tokens of a response."""
+    device: torch.device
+    temperature: float = 1.0
+    """Divisor of the logits in `model`."""
+    inferring: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of each inference."""
+
+    def __post_init__(self) -> None:
+        self._policy_loss = policy_loss(self.algorithm)
+        self._compares = self.algorithm.kl_coef > 0
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
         """Return the log-probabilities of all sampled tokens (0 elsewhere), packed like each group; None where the
         model returns no output. Collective."""
-        with self._inferring():
-            return infer_packed(self.model, groups, self._trainer)
+        with self.inferring():
+            return infer_packed(self.model, groups, self.trainer)
 
     def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
         """Return the credit of `items`, all of this rank's items of a batch. Collective.
 
         `given`: the items have the user's advantages.
         """
-        self._kl.begin_step(policy_version)
+        self.kl.begin_step(policy_version)
         return assign_credit(
             items,
-            self._algorithm,
-            kl_coef=self._kl.value,
+            self.algorithm,
+            kl_coef=self.kl.value,
             given=given,
-            add_up=self._ranks.add_up,
-            advantage=self._advantage,
+            add_up=self.ranks.add_up,
+            advantage=self.advantage,
         )
 
     def train_step(
@@ -117,15 +110,15 @@ class Actor:
 
         The figures are added to `statistics`. `before_update` is called between the gradients and the new weights.
         """
-        totals = Totals(tokens=minibatch.loss_tokens, episodes=minibatch.episodes, longest=self._longest)
+        totals = Totals(tokens=minibatch.loss_tokens, episodes=minibatch.episodes, longest=self.longest)
         wanted = minibatch.compared
-        if wanted is not None and self._temperature != 1.0:
+        if wanted is not None and self.temperature != 1.0:
             statistics.compared = self._score([item.group for item in items if item.group.seq == wanted.seq], wanted)
             wanted = None
         teaching = self._teaching(items, credits, wanted)
         groups = [item.group for item, _, _ in teaching]
         trained = [item.trainable for item, _, _ in teaching]
-        micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
+        micros = [micro for micro in pack_for(self.model, groups, self.trainer) if at_targets(micro, trained).any()]
         inputs = [self._inputs(micro, teaching) for micro in micros] if self.model.gives_output else []
         figures = DeviceFigures()
         outputs: list[tuple[MicroBatch, ModelOutput]] = []
@@ -133,8 +126,8 @@ class Actor:
         def loss(number: int, output: ModelOutput) -> Tensor:
             if wanted is not None or minibatch.kept:
                 outputs.append((micros[number], ModelOutput(output.values.detach(), output.entropy.detach())))
-            tokens, kl_coef = inputs[number](output), self._kl.value
-            found = objective(tokens, self._algorithm, kl_coef=kl_coef, totals=totals, loss_of=self._policy_loss)
+            tokens, kl_coef = inputs[number](output), self.kl.value
+            found = objective(tokens, self.algorithm, kl_coef=kl_coef, totals=totals, loss_of=self._policy_loss)
             figures.add(found.sums, found.maxima)
             return found.loss
 
@@ -151,34 +144,34 @@ class Actor:
             statistics.note_largest(expert_load=update.expert_load)
             _count_routes(groups, statistics.sums)
         if self._compares:
-            statistics.note_largest(kl_coef=self._kl.value)
+            statistics.note_largest(kl_coef=self.kl.value)
 
     def end_step(self, sums: Mapping[str, float]) -> None:
         """Update the KL coefficient after all minibatches of a batch; `sums`: sums of their figures. Collective."""
-        if not self._kl.adapts:
+        if not self.kl.adapts:
             return
         found = torch.tensor([sums.get("kl", 0.0), sums.get("tokens", 0.0)], dtype=torch.float64)
-        kl, tokens = self._ranks.add_up(found).tolist()
+        kl, tokens = self.ranks.add_up(found).tolist()
         if tokens:
-            self._kl.update(kl / tokens)
+            self.kl.update(kl / tokens)
 
     def state(self) -> RoleState:
         """Return the optimizer's state and the KL coefficient."""
-        files = updates_file(self.model.updates) | {KL_FILE: msgspec.json.encode(self._kl.next_value)}
+        files = updates_file(self.model.updates) | {KL_FILE: msgspec.json.encode(self.kl.next_value)}
         return RoleState(self.model.optimizer_parts(), files)
 
     def load_state(self, folder: Path) -> None:
         """Load a `state` from `folder`; raises `ModelError` if it belongs to another model. Collective."""
         self.model.load_state(folder)
         try:
-            self._kl.resume(msgspec.json.decode((folder / KL_FILE).read_bytes(), type=float))
+            self.kl.resume(msgspec.json.decode((folder / KL_FILE).read_bytes(), type=float))
         except (OSError, msgspec.DecodeError) as error:
             raise ModelError(f"{folder}: the KL coefficient cannot be taken over: {error}") from error
 
     def _score(self, groups: Sequence[TrajectoryGroup], wanted: Sibling) -> list[float]:
         """Return log-probabilities as `_logprobs_of`, in a separate pass at temperature 1. Collective; `groups`: the
         response's group, or empty on other ranks."""
-        micros = pack_for(self.model, [group.alone(wanted.index) for group in groups], self._trainer)
+        micros = pack_for(self.model, [group.alone(wanted.index) for group in groups], self.trainer)
         outputs = self.model.infer(micros, temperature=1.0) or []
         return [value for output in outputs for value in output.values[:MOST_COMPARED].tolist()]
 
@@ -193,12 +186,12 @@ class Actor:
         the figures.
         """
         pairs = list(zip(items, credits, strict=True))
-        if self._compares or self._algorithm.entropy_coef > 0 or is_hook(self._algorithm.loss):
+        if self._compares or self.algorithm.entropy_coef > 0 or is_hook(self.algorithm.loss):
             return [(item, credit, 1.0) for item, credit in pairs]
         pulled = [
             item.group.seq
             for item, credit in pairs
-            if self._algorithm.behavior_kl_coef > 0
+            if self.algorithm.behavior_kl_coef > 0
             and not credit.advantages.any()
             and (item.age[item.trainable] > 0).any()
         ]
@@ -222,14 +215,14 @@ class Actor:
             return at_targets(micro, arrays)[keep]
 
         def on_device(arrays: Sequence[NDArray[Any]]) -> Tensor:
-            return to_device(kept(arrays), self._device)
+            return to_device(kept(arrays), self.device)
 
-        chosen = to_device(keep, self._device)
+        chosen = to_device(keep, self.device)
         firsts = np.cumsum([0] + [group.size for group in groups])
         sequences = [np.repeat(np.arange(g.size), g.seqlens) + first for g, first in zip(groups, firsts, strict=False)]
         behavior = on_device([g.packed_behavior_logprobs for g in groups])
         centre = None
-        if self._algorithm.proximal == "behavior":
+        if self.algorithm.proximal == "behavior":
             centre = behavior
         elif items[0].proximal_logprobs is not None:
             centre = on_device([needed(i.proximal_logprobs, "proximal_logprobs") for i in items])
@@ -238,7 +231,7 @@ class Actor:
         weight = on_device([np.full(item.group.tokens, factor, np.float32) for item, _, factor in teaching])
         sequence, of_episode = on_device(sequences), on_device([_tokens_of_episode(item) for item in items])
         age, comparable = kept([item.age for item in items]).astype(np.int64), kept([i.comparable for i in items])
-        age_there, comparable_there = to_device(age, self._device), to_device(comparable, self._device)
+        age_there, comparable_there = to_device(age, self.device), to_device(comparable, self.device)
 
         def tokens(output: ModelOutput) -> Tokens:
             logprobs = output.values.index_select(0, chosen)

@@ -29,8 +29,8 @@ class ScoringGate:
         self._siblings = siblings
         self._open = asyncio.Event()
         self._generated = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._stored = False
+        self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether the group is stored, once it has ended."""
 
     async def before_scoring(self, sibling: int) -> None:
         """Hold `sibling` before its score until the gate is open."""
@@ -45,19 +45,17 @@ class ScoringGate:
 
     def end(self, *, stored: bool) -> None:
         """Note the end of the group; `stored`: it is stored with the trainer, otherwise it was given up."""
-        self._stored = stored
+        self._ended.set_result(stored)
         self._generated.set()
-        self._ended.set()
 
     async def generated(self) -> bool:
         """Wait until all siblings wait to be scored, or the group has ended; return False if it was given up."""
         await self._generated.wait()
-        return self._stored or not self._ended.is_set()
+        return not self._ended.done() or self._ended.result()
 
     async def ended(self) -> bool:
         """Wait until the group has ended; return whether it is stored."""
-        await self._ended.wait()
-        return self._stored
+        return await asyncio.shield(self._ended)
 
 
 class SynchronousRollout:

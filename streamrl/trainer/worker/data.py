@@ -54,20 +54,18 @@ class ArrayStore:
         with self._lock:
             self._groups.setdefault(seq, {})[key] = array
 
+    def find(self, seq: int, key: str) -> Array | None:
+        """Return the stored array, without a copy; None if it is not here."""
+        with self._lock:
+            return self._groups.get(seq, {}).get(key)
+
     def get(self, seq: int, key: str) -> Array:
         """Return the stored array, without a copy; raises `TransferError` if it is not here."""
-        with self._lock:
-            held = self._groups.get(seq, {})
-            if key in held:
-                return held[key]
-            raise TransferError(
-                f"seq {seq} {key} is not held here; of this group are: {', '.join(sorted(held)) or 'nothing'}"
-            )
-
-    def has(self, seq: int, key: str) -> bool:
-        """Return whether the array is stored here."""
-        with self._lock:
-            return key in self._groups.get(seq, ())
+        found = self.find(seq, key)
+        if found is None:
+            held = ", ".join(sorted(self._groups.get(seq, ()))) or "nothing"
+            raise TransferError(f"seq {seq} {key} is not held here; of this group are: {held}")
+        return found
 
     def discard(self, seqs: Iterable[int]) -> None:
         """Remove all arrays of these groups, if there are any."""
@@ -330,13 +328,12 @@ class WorkerData:
     def get(self, seq: int, key: str) -> NDArray[Any]:
         """Return an array that a model function call computed, or one of the group's own; raises `TransferError` if it
         is not here."""
-        if not self._store.has(seq, key):
-            self._stage(seq, key)
+        self._stage(seq, key)
         return self._store.get(seq, key)
 
     def optional(self, seq: int, key: str) -> NDArray[Any] | None:
         """Return an array that a model function call computed or that was sent here; None if there is none."""
-        return self._store.get(seq, key) if self._store.has(seq, key) else None
+        return self._store.find(seq, key)
 
     def transfer(self, plan: Sequence[Transfer]) -> None:
         """Carry out this worker's part of `plan`; raises `TransferError` if a peer is late or gone."""
@@ -345,8 +342,7 @@ class WorkerData:
         for transfer in plan:
             if transfer.source == self._rank:
                 for piece in transfer.pieces:
-                    if not self._store.has(piece.seq, piece.key):
-                        self._stage(piece.seq, piece.key)
+                    self._stage(piece.seq, piece.key)
         self.manager.execute(plan, self._store)
 
     def discard(self, seqs: Iterable[int], *, come_again: bool) -> None:
@@ -361,9 +357,7 @@ class WorkerData:
             self.manager.close()
 
     def _stage(self, seq: int, key: str) -> None:
-        """Put an array of one of the worker's own groups into the store."""
-        group = self._dataset.find(seq)
-        if group is None:
-            return
-        if key in (*type(group).__struct_fields__, "packed_facts"):
+        """Put an array of one of the worker's own groups into the store, unless one of its name is there."""
+        group = self._dataset.find(seq) if self._store.find(seq, key) is None else None
+        if group is not None and key in (*type(group).__struct_fields__, "packed_facts"):
             self._store.put(seq, key, getattr(group, key))

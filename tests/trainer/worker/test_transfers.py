@@ -65,7 +65,7 @@ def carry_out_random_plans(rank, port, answers):
         for piece in found.pieces:
             name = (piece.seq, piece.key)
             here = rank in found.holders[name] | found.wanted[name]
-            if store.has(*name) != here:
+            if (store.find(*name) is not None) != here:
                 wrong.append(f"plan {seed}: {name} held: {not here}")
             elif here:
                 array, right = store.get(*name), make_array(piece)
@@ -108,7 +108,7 @@ def lose_peers(rank, port, answers):
     found = {}
     if rank == 0:
         found["late"] = failure(lambda: manager.execute(gather, store))
-        found["held"] = (store.has(LARGE.seq, LARGE.key), 0.0)
+        found["held"] = (store.find(LARGE.seq, LARGE.key) is not None, 0.0)
         found["gone"] = failure(lambda: other.execute([Transfer(3, [0, 1], [ABSENT])], store))
     elif rank == 1:
         manager.execute(gather, store)

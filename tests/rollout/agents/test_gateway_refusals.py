@@ -4,6 +4,7 @@ from typing import Any
 
 import aiohttp
 import anthropic
+import msgspec
 import openai
 import pytest
 
@@ -65,81 +66,66 @@ async def test_bodies_that_cannot_be_read(send, served, path, data):
     assert not served.episode.requests
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "words"),
-    [
-        ("/v1/chat/completions", b'{"messages": []}', "messages"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "robot"}]}', "role"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": 3}]}', "content"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "n": 0}', ">= 1 - at `$.n`"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "n": "two"}', "n"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "max_tokens": -1}', "max_tokens"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "stop": [""]}', "stop"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "tools": [{"type": "web"}]}', "tools"),
-        ("/v1/completions", b'{"prompt": []}', "prompt"),
-        ("/v1/completions", b'{"prompt": [-1]}', "prompt"),
-        ("/v1/messages", b'{"messages": [], "max_tokens": 1}', "messages"),
-        ("/v1/messages", b'{"messages": [{"role": "user", "content": "x"}]}', "max_tokens"),
-        ("/inference/v1/generate", b'{"token_ids": []}', "token_ids"),
-        ("/inference/v1/generate", b'{"token_ids": [1.5]}', "token_ids"),
-        ("/inference/v1/generate", b'{"token_ids": [1], "features": {"mm_hashes": {}}}', "features"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "functions": [{"name": "x"}]}', "functions"),
-        (
-            "/v1/chat/completions",
-            b'{"messages": [{"role": "user"}], "chat_template_kwargs": {"enable_thinking": false}}',
-            "chat_template_kwargs",
-        ),
-        (
-            "/v1/chat/completions",
-            b'{"messages": [{"role": "user"}], "tool_choice": "required"}',
-            "tool_choice: not supported, because it changes the policy's probabilities or its input; leave it out",
-        ),
-        (
-            "/v1/chat/completions",
-            b'{"messages": [{"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}}]}',
-            "messages[0].function_call",
-        ),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "stop_token_ids": [-1]}', "stop_token_ids"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "use_beam_search": true}', "use_beam_search"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "documents": [{"text": "x"}]}', "documents"),
-        ("/v1/completions", b'{"prompt": "x", "response_format": {"type": "json_object"}}', "response_format"),
-        ("/v1/completions", b'{"prompt": "x", "truncate_prompt_tokens": 4}', "truncate_prompt_tokens"),
-        ("/v1/responses", b'{"input": "x", "logit_bias": {"1": -100}}', "logit_bias"),
-        ("/inference/v1/generate", b'{"token_ids": [1], "sampling_params": {"logit_bias": {"1": -100}}}', "logit_bias"),
-        (
-            "/inference/v1/generate",
-            b'{"token_ids": [1], "sampling_params": {"presence_penalty": 0.5}}',
-            "presence_penalty",
-        ),
-        (
-            "/v1/messages",
-            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "mcp_servers": [{"name": "x"}]}',
-            "mcp_servers",
-        ),
-        ("/v1/completions", b'{"prompt": "x", "repetition_penalty": 1.1}', "repetition_penalty"),
-        ("/v1/completions", b'{"prompt": "x", "guided_regex": "a"}', "guided_regex"),
-        (
-            "/v1/messages",
-            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "output_config": {"format": {"a": 1}}}',
-            "output_config",
-        ),
-        (
-            "/v1/messages",
-            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, '
-            b'"tools": [{"type": "web_search_20250305", "name": "web_search"}]}',
-            "web_search_20250305",
-        ),
-        (
-            "/inference/v1/generate",
-            b'{"token_ids": [1], "sampling_params": {"structured_outputs": {"json": {}}}}',
-            "structured_outputs",
-        ),
+CHANGES_THE_POLICY = "not supported, because it changes the policy's probabilities or its input; leave it out"
+SMALLEST: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/responses": {"input": "x"},
+    "/inference/v1/generate": {"token_ids": [1]},
+}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "/v1/chat/completions": [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot"}]}, "role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "add"}}]}, "messages[0].function_call"),
+        ({"n": 0}, ">= 1 - at `$.n`"),
+        ({"n": "two"}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"tools": [{"type": "web"}]}, "tools"),
+        ({"tool_choice": "required"}, f"tool_choice: {CHANGES_THE_POLICY}"),
+        ({"functions": [{"name": "x"}]}, "functions"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"documents": [{"text": "x"}]}, "documents"),
     ],
-)
-async def test_fields_that_make_no_sense(send, served, path, data, words):
-    status, body = await send("/episodes/e1" + path, data)
+    "/v1/completions": [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"guided_regex": "a"}, "guided_regex"),
+    ],
+    "/v1/messages": [
+        ({"messages": []}, "messages"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+        ({"output_config": {"format": {"a": 1}}}, "output_config"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+    ],
+    "/v1/responses": [({"logit_bias": {"1": -100}}, "logit_bias")],
+    "/inference/v1/generate": [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [1.5]}, "token_ids"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+        ({"sampling_params": {"logit_bias": {"1": -100}}}, "logit_bias"),
+        ({"sampling_params": {"presence_penalty": 0.5}}, "presence_penalty"),
+        ({"sampling_params": {"structured_outputs": {"json": {}}}}, "structured_outputs"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("path", "change", "words"), [(path, *case) for path in REFUSED for case in REFUSED[path]])
+async def test_fields_that_make_no_sense(send, served, path, change, words):
+    """`change`: what differs from a request that is answered; None: a field that is missing."""
+    body = {name: value for name, value in (SMALLEST[path] | change).items() if value is not None}
+    status, answer = await send("/episodes/e1" + path, msgspec.json.encode(body))
     assert status == 400
-    assert words in body["error"]["message"]
+    assert words in answer["error"]["message"]
     assert not served.episode.requests
 
 

@@ -154,9 +154,8 @@ async def test_a_pool_that_has_started_none_yet_cannot_be_left_in_order(tmp_path
 class _Run:
     """A client of a controller: gserver/1 has not registered, and gserver/4 is another process."""
 
-    def __init__(self, state: str = "running") -> None:
+    def __init__(self) -> None:
         self.drained: list[int] = []
-        self._state = state
 
     async def drain(self, message: Drain) -> None:
         if message.index == 1:
@@ -164,7 +163,7 @@ class _Run:
         self.drained.append(message.index)
 
     async def status(self) -> Status:
-        return status(1, state=self._state)
+        return status(1)
 
     async def silence(self, after: int) -> None:
         await asyncio.Event().wait()
@@ -185,18 +184,6 @@ async def test_a_process_that_has_not_joined_does_not_keep_the_others_from_leavi
     assert (await children.next_exit()).name == "gserver/1"
     assert [child.name for child in children.running] == ["gserver/0", "gserver/2"]
     assert "gserver/1 is not in this run" in caplog.text
-    await children.stop()
-
-
-async def test_a_process_that_breaks_when_the_run_is_over_is_not_the_pools_failure(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    children = Children(logs=None)
-    part = part_of(tmp_path, client=_Run("finished"), children=children)
-    await children.start(ProcessPlan("gserver", 0, 1), ["sh", "-c", "kill -SEGV $$"])
-    assert part.supervisor is not None
-    await part.supervisor.until_over()
-    assert "gserver/0 was ended by SIGSEGV when the run was over" in caplog.text
     await children.stop()
 
 

@@ -45,43 +45,7 @@ OPEN_FILES = 4096
 CGROUP = Path("/sys/fs/cgroup")
 GIB = 2**30
 
-ASK_TORCH = """
-import json, torch, torch.distributed as dist
-devices = []
-for index in range(torch.cuda.device_count()):
-    found = torch.cuda.get_device_properties(index)
-    free = torch.cuda.mem_get_info(index)[0]
-    devices.append({"name": found.name, "memory": found.total_memory, "free": free,
-                    "capability": f"{found.major}.{found.minor}"})
-nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or "", "hip": torch.version.hip or "",
-                  "devices": devices, "nccl": nccl, "gloo": dist.is_gloo_available(),
-                  "peer_access": all(torch.cuda.can_device_access_peer(a, b) for a in range(len(devices))
-                                     for b in range(len(devices)) if a != b)}))
-"""
-
-
-class Device(msgspec.Struct, frozen=True):
-    """A CUDA device as torch reports it; memory in bytes."""
-
-    name: str
-    memory: int
-    free: int
-    capability: str
-
-
-class TorchAnswer(msgspec.Struct, frozen=True):
-    """The output of `ASK_TORCH`."""
-
-    version: str
-    cuda: str
-    """CUDA version that torch was built for; empty: built without CUDA."""
-    hip: str
-    devices: list[Device]
-    nccl: str
-    gloo: bool
-    peer_access: bool
-    """Whether all devices can access each other's memory directly."""
+ASK_TORCH = "from streamrl.launch import doctor; print(doctor.as_json(list(doctor.torch_lines())))"
 
 
 class DoctorLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,10 +88,10 @@ def examine(*, environment: Mapping[str, str] = os.environ) -> list[DoctorLine]:
                 open_files(),
                 *folders(),
             ]
-            answer, problem = _answer(asking)
+            of_torch = _torch_lines(asking)
         finally:
             asking.kill()
-    return [*here[:1], *torch_findings(answer, problem, gpus=visible_gpus()), *here[1:]]
+    return [*here[:1], *of_torch, *here[1:]]
 
 
 def shown(findings: Sequence[DoctorLine]) -> Table:
@@ -150,52 +114,55 @@ def as_json(findings: Sequence[DoctorLine]) -> str:
 # --- torch and GPUs ------------------------------------------------------------------------------
 
 
-def _answer(asking: subprocess.Popen[str]) -> tuple[TorchAnswer | None, str]:
-    """Return torch's output, or the reason for its lack."""
+def _torch_lines(asking: subprocess.Popen[str]) -> list[DoctorLine]:
+    """Return the lines that the child process prints, or one with the reason for their lack."""
+    problem = f"it did not answer within {TORCH_SECONDS:.0f} s"
     try:
         out, err = asking.communicate(timeout=TORCH_SECONDS)
+        return msgspec.json.decode(out, type=list[DoctorLine])
     except subprocess.TimeoutExpired:
-        return None, f"it did not answer within {TORCH_SECONDS:.0f} s"
-    try:
-        return msgspec.json.decode(out, type=TorchAnswer), ""
+        pass
     except msgspec.MsgspecError:
-        last = (err.strip().splitlines() or [f"it ended with exit code {asking.returncode}"])[-1]
-        return None, last
+        problem = (err.strip().splitlines() or [f"it ended with exit code {asking.returncode}"])[-1]
+    do = "pip install -c constraints.txt torch; or repair its libraries"
+    return [_line("torch", f"cannot be imported: {problem}", do, needed=True)]
 
 
-def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[str]) -> Iterator[DoctorLine]:
-    """Yield lines on torch, its devices and its communication. `gpus`: the GPUs that the machine has."""
-    if answer is None:
-        do = "pip install -c constraints.txt torch; or repair its libraries"
-        yield _line("torch", f"cannot be imported: {problem}", do, needed=True)
-        return
-    built = f"for CUDA {answer.cuda}" if answer.cuda else f"for ROCm {answer.hip}" if answer.hip else "for CPUs only"
-    build_is_wrong = bool(gpus) and not answer.cuda and not answer.hip
+def torch_lines() -> Iterator[DoctorLine]:
+    """Yield lines on torch, its devices and its communication."""
+    import torch
+
+    gpus, cuda, hip = visible_gpus(), torch.version.cuda, torch.version.hip
+    count, gloo = torch.cuda.device_count(), torch.distributed.is_gloo_available()
+    built = f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "for CPUs only"
+    build_is_wrong = bool(gpus) and not cuda and not hip
     do = "this machine has GPUs: install a build of torch with CUDA (pytorch.org)" if build_is_wrong else ""
-    yield _line("torch", f"{answer.version}, {built}", do)
-    if not answer.devices:
+    yield _line("torch", f"{torch.__version__}, {built}", do)
+    if not count:
         do = "runs use the CPU"
-        if gpus and answer.cuda:
+        if gpus and cuda:
             do = "the machine has GPUs that torch cannot use: look at nvidia-smi, CUDA_VISIBLE_DEVICES and the driver"
         yield _line("CUDA devices", "none", do)
-    for index, device in enumerate(answer.devices):
+    for index in range(count):
+        device, (free, _) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
         peak = peak_of(device.name)
         speed = f", {peak.tflops:,.0f} TFLOPS in bfloat16, {peak.memory_tb_s:g} TB/s" if peak else ", peak unknown"
-        size = f"{device.memory / GIB:.0f} GiB ({device.free / GIB:.0f} free)"
-        busy = device.free < 0.9 * device.memory
-        found = f"{device.name}, {size}, compute capability {device.capability}{speed}"
-        do = "other processes hold its memory (nvidia-smi)" if busy else ""
+        size = f"{device.total_memory / GIB:.0f} GiB ({free / GIB:.0f} free)"
+        found = f"{device.name}, {size}, compute capability {device.major}.{device.minor}{speed}"
+        do = "other processes hold its memory (nvidia-smi)" if free < 0.9 * device.total_memory else ""
         yield _line(f"CUDA device {index}", found, do)
-    if answer.devices:
+    if count:
         yield _python_headers()
-        do = "" if answer.nccl else "install a build of torch with NCCL; else weights go over gloo"
-        yield _line("NCCL", answer.nccl or "not in this build of torch", do)
-        if len(answer.devices) > 1:
-            found = "between all devices" if answer.peer_access else "not between all devices"
-            do = "" if answer.peer_access else "NCCL goes through host memory there: slower tensor parallelism"
-            yield _line("peer access", found, do)
-    do = "" if answer.gloo else "several model workers on CPUs, and broadcasts between CPUs, need it"
-    yield _line("gloo", "in torch" if answer.gloo else "not in this build of torch", do)
+        there = torch.distributed.is_nccl_available()
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if there else ""  # type: ignore[no-untyped-call]
+        do = "" if nccl else "install a build of torch with NCCL; else weights go over gloo"
+        yield _line("NCCL", nccl or "not in this build of torch", do)
+    if count > 1:
+        direct = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
+        do = "" if direct else "NCCL goes through host memory there: slower tensor parallelism"
+        yield _line("peer access", "between all devices" if direct else "not between all devices", do)
+    do = "" if gloo else "several model workers on CPUs, and broadcasts between CPUs, need it"
+    yield _line("gloo", "in torch" if gloo else "not in this build of torch", do)
 
 
 def _python_headers() -> DoctorLine:

@@ -8,32 +8,46 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from streamrl.launch import doctor
-from streamrl.launch.doctor import Device, DoctorLine, TorchAnswer, torch_findings
+from streamrl.launch.doctor import DoctorLine
 from streamrl.planner.gpus import Peak, peak_of
 from tests.ipv6 import IPV6
 
 GIB = 2**30
-H100 = Device(name="NVIDIA H100 80GB HBM3", memory=80 * GIB, free=79 * GIB, capability="9.0")
+H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * GIB, major=9, minor=0)
 
 
-def answer(**changes: object) -> TorchAnswer:
-    settings = {
-        "version": "2.13.0+cu130",
-        "cuda": "13.0",
-        "hip": "",
-        "devices": [H100],
-        "nccl": "2.27.5",
-        "gloo": True,
-        "peer_access": True,
-    }
-    return TorchAnswer(**{**settings, **changes})
+def of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    cuda: str = "13.0",
+    free: Sequence[int] = (79,),
+    nccl: bool = True,
+    peers: bool = True,
+    gpus: str = "0",
+) -> dict[str, DoctorLine]:
+    """The lines on a torch of this kind, with a device for each number of `free` GiB; `gpus`: those of the machine."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    for name, value in {
+        "cuda.device_count": len(free),
+        "cuda.get_device_properties": H100,
+        "cuda.can_device_access_peer": peers,
+        "cuda.nccl.version": (2, 27, 5),
+        "distributed.is_nccl_available": nccl,
+    }.items():
+        monkeypatch.setattr(f"torch.{name}", lambda *_, value=value: value)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (free[index] * GIB, 80 * GIB))
+    return named(doctor.torch_lines())
 
 
 def named(findings: object) -> dict[str, DoctorLine]:
@@ -68,8 +82,8 @@ def test_people_see_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.split() == ["c", "missing", "d", "buy", "e"] for line in lines)
 
 
-def test_a_gpu_with_its_peak() -> None:
-    found = named(torch_findings(answer(), "", gpus=["0"]))
+def test_a_gpu_with_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = of_torch(monkeypatch)
     assert found["CUDA device 0"].ok
     assert "80 GiB (79 free)" in found["CUDA device 0"].found
     assert "989 TFLOPS in bfloat16" in found["CUDA device 0"].found
@@ -84,24 +98,26 @@ def test_kernels_for_gpus_are_compiled_with_the_headers_of_python(
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     if there:
         (tmp_path / "Python.h").touch()
-    line = named(torch_findings(answer(), "", gpus=["0"]))["headers of Python"]
+    line = of_torch(monkeypatch)["headers of Python"]
     assert (line.ok, "install python3-dev" in line.do) == (there, not there)
-    assert "headers of Python" not in named(torch_findings(answer(devices=[]), "", gpus=[]))
+    assert "headers of Python" not in of_torch(monkeypatch, free=())
 
 
 @pytest.mark.parametrize(
-    ("changes", "gpus", "name", "said"),
+    ("kind", "name", "said"),
     [
-        ({"cuda": "", "devices": [], "nccl": ""}, ["0"], "torch", "install a build of torch with CUDA"),
-        ({"devices": []}, ["0"], "CUDA devices", "GPUs that torch cannot use"),
-        ({"devices": []}, [], "CUDA devices", "runs use the CPU"),
-        ({"nccl": ""}, ["0"], "NCCL", "a build of torch with NCCL"),
-        ({"devices": [H100, H100], "peer_access": False}, ["0", "1"], "peer access", "through host memory"),
-        ({"devices": [Device("A", 80 * GIB, 10 * GIB, "9.0")]}, ["0"], "CUDA device 0", "hold its memory"),
+        ({"cuda": "", "free": ()}, "torch", "install a build of torch with CUDA"),
+        ({"free": ()}, "CUDA devices", "GPUs that torch cannot use"),
+        ({"free": (), "gpus": ""}, "CUDA devices", "runs use the CPU"),
+        ({"nccl": False}, "NCCL", "a build of torch with NCCL"),
+        ({"free": (79, 79), "peers": False}, "peer access", "through host memory"),
+        ({"free": (10,)}, "CUDA device 0", "hold its memory"),
     ],
 )
-def test_what_is_missing_says_what_to_do(changes: dict[str, object], gpus: list[str], name: str, said: str) -> None:
-    found = named(torch_findings(answer(**changes), "", gpus=gpus))
+def test_what_is_missing_says_what_to_do(
+    kind: dict[str, Any], name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = of_torch(monkeypatch, **kind)
     assert not found[name].ok
     assert said in found[name].do
 
@@ -109,7 +125,7 @@ def test_what_is_missing_says_what_to_do(changes: dict[str, object], gpus: list[
 def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
-    found = named(doctor.examine(environment={**os.environ, "PYTHONPATH": str(tmp_path)}))
+    found = named(doctor.examine(environment={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}))
     assert not found["torch"].ok
     assert found["torch"].needed
     assert "libcudart.so: cannot open shared object file" in found["torch"].found

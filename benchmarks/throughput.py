@@ -11,9 +11,9 @@ is left out). `bound` is the smaller of two speed-ups. `pipeline` is the one of 
 slots: the synchronous time of a step divided by the larger of a batch's training time and its
 slot-seconds of generation divided by the slots. With the embedded engine slot-seconds depend on how
 many requests are decoded together, so it is an estimate; with simulated generation it is exact up to
-noise. `cores` is the one of a machine without idle cores: the inverse of `cores_busy`, the share of
-the cores that the synchronous run keeps busy in its steady part. Pools that share cores cannot pass it
-unless a group costs them less processor time than it costs a synchronous run.
+noise. `cores` is the one of cores that are never idle, at the processor time that a group costs in the
+row's own run: its speed-up divided by `cores_busy`, the share of the cores that are busy in the steady
+part. Two busy threads of one core slow each other down, so a group costs more than in a synchronous run.
 
 Of runs with several seeds rates are medians, ages the largest, and masked and dropped shares means;
 the final reward is their mean, and the least and the most of them.
@@ -171,6 +171,7 @@ def figures_of(run_dir: Path, meter: ProcessorMeter) -> dict[str, float]:
     begin, end = steps[first]["time"], steady[-1]["time"]
     seconds = end - begin
     metrics = [step["metrics"] for step in steady]
+    processor = meter.between(begin, end)
     status = json.loads((run_dir / "final.json").read_text())["status"]
     slot_seconds = sum(p["stats"].get("slot_seconds_total", 0.0) for p in status["processes"] if p["role"] == "gserver")
     settings = load(run_dir / "config.toml").gserver
@@ -182,7 +183,8 @@ def figures_of(run_dir: Path, meter: ProcessorMeter) -> dict[str, float]:
         "groups_per_second": sum(m["groups"] for m in metrics) / seconds,
         "train_seconds": fmean(m["train_seconds"] for m in metrics),
         "generation_seconds_per_group": slot_seconds / (settings.max_running * settings.count) / (trained + dropped),
-        "cores_busy": meter.between(begin, end) / seconds / len(os.sched_getaffinity(0)),
+        "cores_busy": processor / seconds / len(os.sched_getaffinity(0)),
+        "processor_seconds_per_group": processor / sum(m["groups"] for m in metrics),
         "groups_per_batch": fmean(m["groups"] for m in metrics),
         "mean_token_age": summary["mean_token_age"],
         "oldest_token_age": summary["oldest_token_age"],
@@ -210,9 +212,10 @@ def as_row(
 ) -> dict[str, Any]:
     """A line of the table: the figures of `aggregate`, relative to the synchronous run."""
     generation = synchronous["generation_seconds_per_group"] * synchronous["groups_per_batch"]
+    speedup = figures["groups_per_second"] / synchronous["groups_per_second"]
     bounds = {
         "pipeline": synchronous["step_seconds"] / max(synchronous["train_seconds"], generation),
-        "cores": 1 / synchronous["cores_busy"],
+        "cores": speedup / figures["cores_busy"],
     }
     return {
         "engine": engine,
@@ -221,7 +224,7 @@ def as_row(
         "max_staleness": value,
         "over_age": policy,
         **figures,
-        "speedup": figures["groups_per_second"] / synchronous["groups_per_second"],
+        "speedup": speedup,
         "bound": min(bounds.values()),
         "bounds": bounds,
         "reward_final": None if engine == "simulated" else figures["reward_final"],
@@ -239,7 +242,9 @@ def plot(rows: list[Row], path: Path) -> None:
             panel.plot(
                 [row["max_staleness"] for row in points], [row["speedup"] for row in points], marker="o", label=policy
             )
-        panel.axhline(mine[0]["bound"], linestyle="--", color="grey", label="bound")
+        masked = [row for row in mine if row["over_age"] == "mask" and row["max_staleness"]]
+        etas, bounds = ([row[key] for row in masked] for key in ("max_staleness", "bound"))
+        panel.plot(etas, bounds, linestyle="--", color="grey", label="bound")
         panel.set_title(label(engine))
         panel.set_xlabel("max_staleness (policy versions)")
         panel.set_ylabel("groups per second, relative to synchronous")

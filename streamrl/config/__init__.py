@@ -109,6 +109,8 @@ RENAMED = {
 REMOVED = {
     "gserver.max_queued": "it is always 4096",
     "gserver.prefill_tokens": "it is always 4096",
+    "gserver.simulated_int8": "real servers quantise weights by flags",
+    "run.stop_window": "it is always 5",
     "stream.capacity_groups": "it is 4096, or more if a batch may wait for more",
     "stream.resend_seconds": "lost messages are detected without a time limit",
     "weights.delta": "weights are always sent whole",

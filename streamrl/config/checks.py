@@ -191,8 +191,6 @@ def _engine_problems(config: Config) -> list[str]:
     """Return the settings that the chosen engine does not have."""
     gserver, weights, traits = config.gserver, config.weights, config.gserver.traits
     problems = []
-    if gserver.engine != "embedded" and gserver.simulated_int8:
-        problems.append("gserver.simulated_int8 is of the embedded engine; others have flags (docs/generation.md)")
     if gserver.server is not None and gserver.deterministic:
         problems.append(
             f"gserver.deterministic is of the embedded engine; {traits.title} may have a flag for it on some GPUs "

@@ -75,9 +75,7 @@ class RunConfig(Section, frozen=True):
     device: Device = "auto"
     """`auto`: CUDA if there is a device, else the CPU."""
     stop_at_reward: Finite | None = None
-    """End early once the mean reward of the last `stop_window` steps reaches this."""
-    stop_window: Positive = 5
-    """Number of steps for `stop_at_reward`."""
+    """End early once the mean reward of the last five steps reaches this."""
     record: bool = False
     """Keep the training data of every step in the run's folder, for `streamrl replay` (docs/replay.md)."""
     resume_from: str | None = None
@@ -397,10 +395,6 @@ class GserverConfig(Section, frozen=True):
     `rew_inf`. With `staleness.max_staleness = 0` a run is then repeatable (docs/resuming.md)."""
     cuda_graphs: bool = True
     """The embedded engine records decode steps on a GPU and starts each with one call."""
-    simulated_int8: bool = False
-    """SIMULATED: the embedded engine rounds the weights of linear layers as int8 with a scale for each row would. It
-    computes with them in `dtype`, so it is neither smaller nor faster. It shows the effect of a quantised rollout on
-    training (docs/generation.md)."""
     prefix_cache_mb: NonNegativeFloat = 256.0
     """Memory in which the embedded engine keeps finished sequences for later turns and resumed responses, in MiB."""
     api_key_env: str = ""
@@ -434,7 +428,7 @@ class GserverConfig(Section, frozen=True):
     def quantized(self) -> bool:
         """Whether gservers compute with fewer bits than the weights that they receive, judged by their flags."""
         flags = {word.partition("=")[0] for word in self.server.args} if self.server is not None else set()
-        return self.simulated_int8 or not flags.isdisjoint(QUANTIZATION_FLAGS)
+        return not flags.isdisjoint(QUANTIZATION_FLAGS)
 
 
 class LimitsConfig(Section, frozen=True):

@@ -175,7 +175,6 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["model.lora.rank=2", "trainer.roles.ref.backend=megatron"], "the reference is the actor's model"),
         (["model.lora.rank=2", "trainer.offload=['ref']"], "trainer.offload: with model.lora"),
         (["model.lora.rank=2", "algorithm.ref_update_every=1", "algorithm.kl_coef=0.1"], "ref_update_every: with"),
-        (["gserver.engine=sglang", "gserver.simulated_int8=true"], "gserver.simulated_int8 is of the embedded engine"),
         (["gserver.sglang.args=['--tokenizer-worker-num=2']"], "SGLang asks callers for no key then"),
         (["model.lora.rank=2", "gserver.engine=sglang", "weights.mode=collective"], "SGLang loads adapters from files"),
         (["model.lora.rank=2", "gserver.engine=sglang", "weights.pause_mode=retract"], "of SGLang's keeps its adapter"),
@@ -408,10 +407,9 @@ def test_what_an_evaluation_does_not_say_is_as_in_training() -> None:
     ("settings", "warning"),
     [
         ({}, 0.05),
-        ({"gserver": {"simulated_int8": True}}, 0.2),
         ({"gserver": {"engine": "sglang", "sglang": {"args": ["--quantization=fp8"]}}}, 0.2),
         ({"gserver": {"engine": "sglang", "sglang": {"args": ["--quantization-param-path=x"]}}}, 0.05),
-        ({"gserver": {"simulated_int8": True}, "trainer": {"logprob_diff_warning": 0.01}}, 0.01),
+        ({"trainer": {"logprob_diff_warning": 0.01}}, 0.01),
     ],
 )
 def test_a_quantised_rollout_may_differ_more_before_it_is_warned_of(settings: dict[str, Any], warning: float) -> None:

@@ -48,7 +48,6 @@ def test_an_agent_of_several_turns_learns_though_a_rollout_worker_dies_in_mid_ep
         "trainer__batch_groups": 32,
         "run__total_train_steps": 120,
         "run__stop_at_reward": 0.85,
-        "run__stop_window": 3,
     }
     run_dir = tmp_path / "guess"
     process = start(GUESS_NUMBER, overrides(tmp_path, "guess", **settings))

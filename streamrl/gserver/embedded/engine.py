@@ -79,16 +79,10 @@ def _weights_of(
     device: torch.device,
     threads: int,
     deterministic: bool,
-    rounds: bool,
 ) -> DoubleBufferedWeights:
     if architecture is None:
         from streamrl.gserver.embedded.general import GeneralWeights
 
-        if rounds:
-            raise ModelError(
-                "gserver.simulated_int8 needs the fast embedded engine, which does not compute the model in "
-                f'{folder}; leave it out, or set gserver.engine = "sglang"'
-            )
         return GeneralWeights(
             folder, dtype=dtype, compute_dtype=compute_dtype, device=device, deterministic=deterministic
         )
@@ -99,7 +93,6 @@ def _weights_of(
         device=device,
         threads=threads,
         deterministic=deterministic,
-        rounds=rounds,
     )
 
 
@@ -141,14 +134,13 @@ class EmbeddedEngine:
         deterministic: bool = False,
         prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache_bytes: int = 256 * 2**20,
-        rounds: bool = False,
         lora: LoraConfig | None = None,
         adapter: Path | None = None,
         cuda_graphs: bool = True,
         overlap: bool = True,
     ) -> None:
         """`folder`: a Hugging Face checkpoint. `text`: its tokenizer; None: read from `folder`. `max_running`:
-        responses that are computed together. `rounds`: whether the model's weights are rounded as int8 would. `lora`:
+        responses that are computed together. `lora`:
         updates bring adapters of the model in `folder`; the first adapter is the one in `adapter`, or one that changes
         nothing if `adapter` is None. `cuda_graphs`: on a GPU, decode steps are recorded (`graphs.py`). `overlap`: then
         a decode step is launched before the tokens of the previous one are read."""
@@ -177,7 +169,6 @@ class EmbeddedEngine:
             device=device,
             threads=threads,
             deterministic=deterministic,
-            rounds=rounds,
         )
         self.vocab_size, longest = self._weights.vocab_size, self._weights.max_position
         if max_context > longest:

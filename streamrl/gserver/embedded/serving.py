@@ -31,7 +31,6 @@ def serve(launch: GserverLaunch) -> AbstractAsyncContextManager[tuple[Engine, st
         deterministic=settings.deterministic,
         cuda_graphs=settings.cuda_graphs,
         prefix_cache_bytes=int(settings.prefix_cache_mb * 2**20),
-        rounds=settings.simulated_int8,
         lora=config.model.lora if config.weights.lora == "adapter" else None,
         adapter=launch.first_adapter,
     )

@@ -29,8 +29,6 @@ from streamrl.gserver.embedded.products import Matrix, Packer, packs
 from streamrl.safetensors_files import MODEL, TensorFiles
 
 TIED_HEAD = "lm_head.weight"
-ROUTER = "mlp.gate.weight"
-"""Ends the names of the router matrices, which choose experts."""
 
 
 class DoubleBufferedWeights:
@@ -45,13 +43,11 @@ class DoubleBufferedWeights:
         device: torch.device,
         threads: int,
         deterministic: bool = False,
-        rounds: bool = False,
     ) -> None:
         """Arguments as in `Parameters`; a subclass that makes other sets passes no `architecture`.
 
         `deterministic`: a set is served once all its matrices are packed, so that equal requests get equal results to
-        the last bit; otherwise it is served at once, and packed during service. `rounds`: each set is rounded
-        (`Parameters.round_to_int8`) before it is served.
+        the last bit; otherwise it is served at once, and packed during service.
         """
         self._architecture = architecture
         self.dtype = dtype
@@ -59,7 +55,6 @@ class DoubleBufferedWeights:
         self._device = device
         self._threads = threads
         self._deterministic = deterministic
-        self._rounds = rounds
         self.served = self._new()
         self._staged: Parameters | None = None
         """The staged set; None: a new one will be made."""
@@ -82,8 +77,6 @@ class DoubleBufferedWeights:
     def load_served(self, folder: Path) -> None:
         """Write the checkpoint in `folder` to the served set, before the first computation; raises `ModelError`."""
         self.served.load(folder)
-        if self._rounds:
-            self.served.round_to_int8()
         self.served.synchronize()
         self.served.pack()
 
@@ -101,7 +94,7 @@ class DoubleBufferedWeights:
         return line_sums(self._writable().named[name])
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
-        if self._compute_dtype != self.dtype or self._device.type != "cpu" or self._rounds:
+        if self._compute_dtype != self.dtype or self._device.type != "cpu":
             return False
         with self._making:
             self._staged = self._new(adopted=weights)
@@ -113,8 +106,6 @@ class DoubleBufferedWeights:
 
     def make_ready(self) -> None:
         staged = self._staged_or_new()
-        if self._rounds:
-            staged.round_to_int8()
         staged.synchronize()
         if self._deterministic:
             staged.pack()
@@ -231,8 +222,6 @@ class Parameters:
         self.named: dict[str, Tensor] = {}
         """Hugging Face name → contiguous view of the weights, in `compute_dtype`; without a tied head. Read-only."""
         self._adopted = adopted
-        self._rounded = False
-        """Whether nothing was written since `round_to_int8`."""
         self._synchronized = True
         """Whether nothing was written since `synchronize`."""
         self._packer = Packer(threads=threads, deterministic=deterministic)
@@ -268,7 +257,7 @@ class Parameters:
         Several threads may write, each to another weight.
         """
         assert not self.read_only, "others read these weights"
-        self._rounded = self._synchronized = False
+        self._synchronized = False
         matrix = self._matrix_of.get(name)
         if matrix is not None:
             with self._lock:
@@ -281,20 +270,6 @@ class Parameters:
         Several threads may write, each to another weight. Returns the sums of the written weight, as it is served.
         """
         return store_rounded(self.place(name), tensor, dtype=self.dtype)
-
-    def round_to_int8(self) -> None:
-        """Round the linear layers of all decoder layers except the routers, unless that is done already.
-
-        Each row is rounded to 255 values: those of int8 with one scale for each row. The dtype stays the same.
-        """
-        if self._rounded:
-            return
-        for name, weight in self.named.items():
-            if weight.dim() == 2 and name.startswith("model.layers.") and not name.endswith(ROUTER):
-                place = self.place(name)
-                scale = weight.abs().amax(1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
-                place.copy_(((weight.float() / scale).round_() * scale).to(self.dtype))
-        self._rounded = True
 
     def synchronize(self) -> None:
         """Wait for the writes in the current stream; another thread may then compute with the weights."""

@@ -23,6 +23,10 @@ from streamrl.transport.control import DataFacts
 # --- events that are due ---
 
 
+STOP_WINDOW = 5
+"""Number of steps over which the reward is averaged for `run.stop_at_reward`."""
+
+
 class RunControl:
     """Decides when the run ends, and when a checkpoint or an evaluation is due."""
 
@@ -42,8 +46,8 @@ class RunControl:
     def end(self, *, step: int, consumed: int, rewards: Sequence[float]) -> str | None:
         """Return why the run is over after `step` steps, if it is; `rewards`: mean of each step so far."""
         run = self._run
-        if run.stop_at_reward is not None and len(rewards) >= run.stop_window:
-            recent = sum(rewards[-run.stop_window :]) / run.stop_window
+        if run.stop_at_reward is not None and len(rewards) >= STOP_WINDOW:
+            recent = sum(rewards[-STOP_WINDOW:]) / STOP_WINDOW
             if recent >= run.stop_at_reward:
                 return f"the mean reward reached {recent:.3f} after {step} steps"
         if run.most_steps is not None and step >= run.most_steps:
@@ -130,7 +134,7 @@ class History:
             train_seconds=self.train_seconds,
             tokens_dropped=self.tokens_dropped,
             evaluation_due=self.evaluation_due,
-            recent_rewards=self.rewards[-self._config.run.stop_window :],
+            recent_rewards=self.rewards[-STOP_WINDOW:],
             watch=self.watch,
             rows=ledger.rows.state(),
         )

@@ -89,9 +89,6 @@ async def test_a_retracted_response_continues_with_the_new_weights(tmp_path: Pat
 
 async def test_settings_of_the_fast_engine_are_refused_by_name(tmp_path: Path) -> None:
     folder = save_family(tmp_path / "model", "smollm3")
-    with pytest.raises(ModelError, match="simulated_int8"):
-        async with engine_for(folder, rounds=True):
-            pass
     with pytest.raises(ModelError, match=r"weights\.lora"):
         async with engine_for(folder, lora=LoraConfig(rank=2)):
             pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +14,7 @@ from streamrl.architecture import Architecture, Rope
 from streamrl.checksum import checksums, tensor_sums, weights_checksum
 from streamrl.gserver.embedded.model import Extension, KVCache, Model
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights, Parameters
-from streamrl.machine import SHARED_MEMORY
 from streamrl.safetensors_files import Copiers, layout, mapped
-from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, response_logprobs, save, weights_of
 
 CPU = torch.device("cpu")
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -130,54 +127,3 @@ def test_any_sequence_of_updates_and_swaps(
             logits(model, count=count), fresh_logits(a, live, compute_dtype=torch.float32, count=count), atol=1e-4
         )
         assert buffers.served.checksum() == weights_checksum({n: t.to(dtype) for n, t in live.items()})
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 1000), st.booleans())
-def test_rounded_rows_have_the_values_of_int8_and_are_as_near_as_they_can_be(seed: int, tied: bool) -> None:
-    parameters = Parameters(architecture(tied=tied), dtype=torch.float32, device=CPU)
-    before = {name: random_weight(weight, seed + i) for i, (name, weight) in enumerate(parameters.named.items())}
-    before["model.layers.0.mlp.up_proj.weight"][3] = 0.0
-    parameters.update(before)
-    for _ in range(2):  # the second time there is nothing to be done
-        parameters.round_to_int8()
-        for name, weight in parameters.named.items():
-            if weight.dim() == 1 or not name.startswith("model.layers."):
-                assert torch.equal(weight, before[name]), name
-                continue
-            step = before[name].abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
-            torch.testing.assert_close(weight / step, (weight / step).round(), rtol=0, atol=1e-3)
-            assert ((weight - before[name]).abs() <= step * 0.501).all(), name
-            assert (weight != before[name]).any(), name
-    name = "model.layers.1.self_attn.q_proj.weight"
-    parameters.write(name, before[name])
-    assert torch.equal(parameters.named[name], before[name])
-    parameters.round_to_int8()
-    assert not torch.equal(parameters.named[name], before[name])
-
-
-@pytest.mark.parametrize("root", [None, SHARED_MEMORY], ids=["a disk", "shared memory"])
-async def test_an_engine_that_rounds_takes_checksums_before_it_does(root: Path | None) -> None:
-    def rounded(name: str, weight: Tensor) -> Tensor:
-        if weight.dim() == 1 or "layers" not in name:
-            return weight
-        step = weight.abs().amax(1, keepdim=True) / 127
-        return (weight / step).round() * step
-
-    first, then = make_model(seed=1), make_model(seed=2)
-    with tempfile.TemporaryDirectory(dir=root) as scratch:
-        folder = save(first, Path(scratch) / "first")
-        save(then, Path(scratch) / "then")
-        async with engine_for(folder, rounds=True) as engine:
-            outputs = await generate(engine, [job("a", prompt(9))])
-            await engine.receiver.begin()
-            await engine.load(Path(scratch) / "then", "1")
-            assert await engine.receiver.staged_sums() == {name: tensor_sums(w) for name, w in weights_of(then).items()}
-            await engine.end_update()
-            outputs += await generate(engine, [job("b", prompt(9))])
-    for output, model in zip(outputs, (first, then), strict=True):
-        trained = response_logprobs(model, prompt(9), output.output_ids)
-        model.load_state_dict({name: rounded(name, weight) for name, weight in model.state_dict().items()})
-        served = response_logprobs(model, prompt(9), output.output_ids)
-        torch.testing.assert_close(torch.tensor(output.logprobs), served, rtol=0, atol=1e-4)
-        assert (served - trained).abs().max() > 1e-3

@@ -1,12 +1,12 @@
-"""The terminal dashboard of a run: its progress, the last step, the groups, and the waits of processes.
+"""The terminal dashboard of a run: the activity of each pool, and the waits of processes.
 
-Drawn from the run so far (`records/view.py`) and the controller's last status, as a rich renderable that fits 100
-columns and 30 lines. Pure: status, steps and times are passed in. The page draws figures over time.
+Drawn from the run so far (`records/view.py`) and the controller's last statuses, as a rich renderable that fits 100
+columns and 30 lines. Pure: statuses, steps and times are passed in.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
@@ -24,6 +24,71 @@ from streamrl.records.metrics import TASK, StepFigures, mean_age, of_tasks, seco
 from streamrl.records.view import RunView
 from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status
 
+WINDOW_SECONDS = 10.0
+RATES_KEPT = 2000
+
+
+class StatusHistory:
+    """The last statuses of a run, and rates from the differences of their counters."""
+
+    def __init__(self, *, started: float) -> None:
+        """`started`: on the same clock as every `now`."""
+        self.started = started
+        self.last: Status | None = None
+        self.generated_rates: deque[float] = deque(maxlen=RATES_KEPT)
+        """Tokens per second of the generation pool, one value for each status."""
+        self._seen: deque[tuple[float, dict[str, ProcessStatus]]] = deque()
+
+    def add(self, status: Status, *, now: float) -> None:
+        self.last = status
+        gservers = {f"{p.index}/{p.pid}": p for p in status.processes if p.role == "gserver"}
+        self._seen.append((now, gservers))
+        while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_SECONDS:
+            self._seen.popleft()
+        if self._servers_in_both():
+            self.generated_rates.append(self._growth("tokens_generated_total"))
+
+    def pool_shares(self) -> dict[str, float]:
+        """Return shares of the generation pool's time in the window; empty before the second status of a gserver."""
+        servers = self._servers_in_both()
+        if not servers:
+            return {}
+        busy = min(1.0, self._growth("busy_seconds_total") / len(servers))
+        paused = min(1.0 - busy, self._growth("pause_seconds_total") / len(servers))
+        return {"busy": busy, "paused": paused, "idle": 1.0 - busy - paused}
+
+    def _servers_in_both(self) -> list[str]:
+        if len(self._seen) < 2:
+            return []
+        return [key for key in self._seen[-1][1] if key in self._seen[0][1]]
+
+    def _growth(self, counter: str) -> float:
+        """Return the growth of `counter` per second, summed over gservers, in the window."""
+        servers = self._servers_in_both()
+        (begin, old), (end, new) = (self._seen[0], self._seen[-1]) if self._seen else ((0.0, {}), (0.0, {}))
+        if not servers or end <= begin:
+            return 0.0
+        grown = sum(new[key].stats.get(counter, 0.0) - old[key].stats.get(counter, 0.0) for key in servers)
+        return max(0.0, grown) / (end - begin)
+
+
+def trainer_shares(step: StepFigures) -> dict[str, float]:
+    """Return shares of a step's time by span name; time that no span covers is `other`.
+
+    `publish` is left out, because it runs during the next step.
+    """
+    spans = [span for span in step.spans if span[0] != "publish"]
+    if not spans:
+        return {}
+    total = max(step.time, *(end for _, _, end in spans)) - min(begin for _, begin, _ in spans)
+    if total <= 0:
+        return {}
+    shares: dict[str, float] = {}
+    for name, begin, end in spans:
+        shares[name] = shares.get(name, 0.0) + (end - begin) / total
+    other = 1.0 - sum(shares.values())
+    return {**shares, "other": other} if other > 0.005 else shares
+
 
 def seconds_per_step(steps: Sequence[StepFigures]) -> float | None:
     """Return the median of the last twenty steps; None before the second step."""
@@ -33,7 +98,7 @@ def seconds_per_step(steps: Sequence[StepFigures]) -> float | None:
 
 # --- the picture ---
 
-OTHER_LINES = 19
+OTHER_LINES = 24
 """Lines of the whole picture with one warning, without the rows of the table of processes."""
 STATE_STYLE = {
     "joining": "yellow",
@@ -49,29 +114,49 @@ STATE_STYLE = {
     "warning": "bold yellow",
     "collapsing": "bold red",
 }
+SPAN_STYLE = {
+    "wait": "grey42",
+    "ref_inf": "magenta",
+    "actor_inf": "cyan",
+    "critic_inf": "blue",
+    "actor_train": "green",
+    "critic_train": "dark_green",
+    "publish": "yellow",
+    "save": "white",
+    "other": "grey23",
+    "busy": "green",
+    "paused": "yellow",
+    "idle": "grey42",
+}
 
 
 def dashboard(
     run: RunView,
-    status: Status,
+    history: StatusHistory,
     *,
-    elapsed: float = 0.0,
+    now: float,
     config: Config | None = None,
     warnings: Sequence[str] = (),
     findings: Sequence[Finding] = (),
     height: int = 30,
 ) -> RenderableType:
-    """Return the whole picture, `elapsed` seconds after the launcher's start. `config` adds figures that the status
-    lacks (steps to go, limits). `findings`: health findings, worst first."""
+    """Return the whole picture. `config` adds figures that the status lacks (steps to go, limits). `findings`: health
+    findings, worst first."""
+    status = history.last
+    if status is None:
+        return Panel(
+            Text("waiting for the controller's first answer", style="dim"), title="streamrl", border_style="blue"
+        )
     tasks = _tasks(run)
     more = (status.evaluation is not None) + (_agents(status) is not None)
     if tasks:
         more += 2 + len(of_tasks(run.steps[-1].metrics))
     rows = max(3, height - OTHER_LINES - more - max(0, min(len(warnings), 2) - 1))
     return Group(
-        _header(run, status, config, elapsed),
-        _last_step(run, status),
+        _header(run, history, status, config, now),
+        _side_by_side(_reward(run), _throughput(run, history)),
         *tasks,
+        _side_by_side(_times(run, history), _staleness(run, status)),
         _groups(run, status),
         _processes(status, rows),
         _warnings(warnings, findings),
@@ -115,20 +200,14 @@ def step_line(step: StepFigures, *, steps: int | None = None) -> str:
             parts.append(f"{label} {m[metric]:{form}}{unit}")
     for name, own in of_tasks(m).items():
         parts.append(f"{name} {own['reward_mean']:.3f}" if "reward_mean" in own else f"{name} –")
-    if age := _age(step):
-        parts.append(f"age {age}")
+    if (age := mean_age(step.token_ages)) is not None:
+        parts.append(f"age {age:.1f} (max {max(age for age, count in step.token_ages.items() if count)})")
     if "tokens_per_second" in m:
         parts.append(f"{m['tokens_per_second']:.0f} tok/s")
     return "  ".join(parts)
 
 
-def _age(step: StepFigures) -> str:
-    """Return mean and maximum of the ages of the trained tokens; empty if all were masked."""
-    mean = mean_age(step.token_ages)
-    return "" if mean is None else f"{mean:.1f} (max {max(age for age, count in step.token_ages.items() if count)})"
-
-
-def _header(run: RunView, status: Status, config: Config | None, elapsed: float) -> Panel:
+def _header(run: RunView, history: StatusHistory, status: Status, config: Config | None, now: float) -> Panel:
     step = status.ledger.policy_version
     line = Table.grid(expand=True, padding=(0, 1))
     if config is None:
@@ -150,7 +229,7 @@ def _header(run: RunView, status: Status, config: Config | None, elapsed: float)
         line.add_row(
             counts,
             ProgressBar(total=1.0, completed=step / (step + left) if left is not None and step + left else 0.0),
-            f"elapsed [bold]{duration(elapsed)}[/]  eta [bold]{eta}[/]",
+            f"elapsed [bold]{duration(now - history.started)}[/]  eta [bold]{eta}[/]",
         )
     model = f" · {config.model.path}" if config else ""
     title = Text.assemble(("streamrl", "bold"), f" · {status.run}{model}")
@@ -174,32 +253,28 @@ def _steps_left(config: Config, *, step: int, epochs: float) -> float | None:
     return max(0.0, min(left)) if left else None
 
 
-def _last_step(run: RunView, status: Status) -> Panel:
+def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=11)
+    grid.add_column(ratio=9)
+    grid.add_row(left, right)
+    return grid
+
+
+def _reward(run: RunView) -> Panel:
     rewards = run.values("reward_mean")
     if not rewards:
-        return Panel(Text("no step yet", style="dim"), title="reward")
-    step = run.steps[-1]
-    reward = Text.assemble((f"{rewards[-1]:7.3f} ", "bold green"), (sparkline(rewards, 80), "green"))
-    learning = _figures(
-        step.metrics,
+        return Panel(Text("no step yet\n", style="dim"), title="reward")
+    m = run.steps[-1].metrics
+    first = Text.assemble((f"{rewards[-1]:7.3f} ", "bold green"), (sparkline(rewards, 40), "green"))
+    figures = _figures(
+        m,
         ("response_length_mean", "length", ".1f"),
         ("entropy", "entropy", ".2f"),
         ("grad_norm", "grad", ".2f"),
         ("reward_std", "std", ".2f"),
     )
-    if age := _age(step):
-        learning.append("age ", style="dim").append(f"{age}, limit {status.ledger.max_staleness}")
-    speed = _figures(
-        step.metrics,
-        ("step_seconds", "step", ".2f"),
-        ("wait_seconds", "wait", ".2f"),
-        ("train_seconds", "train", ".2f"),
-        ("tokens_per_second", "tokens/s", ",.0f"),
-    )
-    busy = run.generation_busy(since=step.time - step.metrics.get("step_seconds", 0.0))
-    if busy is not None:
-        speed.append("gservers busy ", style="dim").append(f"{busy:.0%}")
-    return Panel(Group(reward, learning, speed), title="reward and last step")
+    return Panel(Group(first, figures), title="reward")
 
 
 def _tasks(run: RunView) -> list[RenderableType]:
@@ -219,6 +294,66 @@ def _tasks(run: RunView) -> list[RenderableType]:
         figures = _figures(own, *shown)
         grid.add_row(name, reward, Text(sparkline(rewards, 30), style="green"), figures)
     return [Panel(grid, title="tasks")]
+
+
+def _throughput(run: RunView, history: StatusHistory) -> Panel:
+    grid = Table.grid(padding=(0, 1))
+    for name, values, style in (
+        ("generated", list(history.generated_rates)[-60:], "cyan"),
+        ("trained on", run.values("tokens_per_second")[-60:], "magenta"),
+    ):
+        rate = f"{values[-1]:7,.0f} tok/s" if values else "      – tok/s"
+        grid.add_row(name, Text(rate, style=f"bold {style}"), Text(sparkline(values, 16), style=style))
+    return Panel(grid, title="tokens per second")
+
+
+def _times(run: RunView, history: StatusHistory) -> Panel:
+    of_trainer = trainer_shares(run.steps[-1]) if run.steps else {}
+    lines: list[Text] = []
+    for name, shares in (("generation", history.pool_shares()), ("trainer", of_trainer)):
+        lines.append(Text.assemble(f"{name:<11}", _share_bar(shares, 39)))
+        lines.append(_share_legend(shares))
+    return Panel(Group(*lines), title="where the time goes", height=7)
+
+
+def _share_bar(shares: Mapping[str, float], width: int) -> Text:
+    text = Text()
+    filled, total = 0, 0.0
+    for name, share in shares.items():
+        total += share
+        upto = min(width, round(total * width))
+        text.append("█" * (upto - filled), style=SPAN_STYLE.get(name, "white"))
+        filled = max(filled, upto)
+    return text or Text("–", style="dim")
+
+
+def _share_legend(shares: Mapping[str, float]) -> Text:
+    text = Text(overflow="ellipsis", no_wrap=True)
+    for name, share in sorted(shares.items(), key=lambda item: -item[1]):
+        if share >= 0.005:
+            text.append(f"{name} ", style=SPAN_STYLE.get(name, "white"))
+            text.append(f"{share:.0%} ")
+    return text
+
+
+def _staleness(run: RunView, status: Status) -> Panel:
+    limit = status.ledger.max_staleness
+    ages = run.steps[-1].token_ages if run.steps else {}
+    total = sum(ages.values())
+    oldest = max([limit, *ages])
+    wide = -(-(oldest + 1) // 5)
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(justify="right")
+    for low in range(0, oldest + 1, wide):
+        high = low + wide - 1
+        share = sum(count for age, count in ages.items() if low <= age <= high) / total if total else 0.0
+        label = f"{low}" if wide == 1 else f"{low}–{high}"
+        grid.add_row(
+            label, Text("█" * round(share * 26) or "▏", style="cyan" if high <= limit else "blue"), f"{share:.0%}"
+        )
+    admitted = int(run.steps[-1].metrics.get("admitted_staleness", limit)) if run.steps else limit
+    title = f"age of tokens in versions, limit {limit}" + (f", now {admitted}" if admitted < limit else "")
+    return Panel(grid, title=title, height=7)
 
 
 def _groups(run: RunView, status: Status) -> Panel:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
-from streamrl.launch.dashboard import dashboard, duration, step_line
+from streamrl.launch.dashboard import StatusHistory, dashboard, duration, step_line
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import in_words
 from streamrl.records.health import Finding, findings
@@ -45,9 +45,7 @@ class Display:
     def __init__(self, console: Console, *, config: Config) -> None:
         self._console = console
         self._config = config
-        self._started = time.monotonic()
-        self._status: Status | None = None
-        """The controller's last status."""
+        self._history = StatusHistory(started=time.monotonic())
         self._began = time.time()
         self._state = ""
         self._health = HEALTHY.state
@@ -68,7 +66,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print an action of the launcher."""
-        elapsed = duration(time.monotonic() - self._started)
+        elapsed = duration(time.monotonic() - self._history.started)
         self._console.print(Text.assemble((f"{elapsed:>7}  ", "dim"), text), soft_wrap=True)
 
     async def follow(self, manager_url: str) -> None:
@@ -89,7 +87,7 @@ class Display:
         self._run.refresh()
         if status.last_step is not None:  # the files of a controller on another machine may not be here
             self._run.add_step(status.last_step)
-        self._status = status
+        self._history.add(status, now=time.monotonic())
         self._show_records()
         self._show_status(status)
 
@@ -119,8 +117,8 @@ class Display:
         """Return the health findings on the latest figures; those of processes are from the last status."""
         figures = self._run.figures()
         figures.config = self._config
-        if self._status is not None:
-            processes = {f"{process.role}/{process.index}": process for process in self._status.processes}
+        if self._history.last is not None:
+            processes = {f"{process.role}/{process.index}": process for process in self._history.last.processes}
             figures.stats = {name: process.stats for name, process in processes.items()}
             figures.failures = {name: p.failure for name, p in processes.items() if p.failure is not None}
         return findings(figures)
@@ -198,8 +196,8 @@ class LiveDisplay(Display):
     def _show_status(self, status: Status) -> None:
         picture = dashboard(
             self._run,
-            status,
-            elapsed=time.monotonic() - self._started,
+            self._history,
+            now=time.monotonic(),
             config=self._config,
             warnings=self._recent_warnings(),
             findings=self._findings(),

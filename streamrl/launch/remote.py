@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from streamrl import config as configuration
 from streamrl.config import SecurityConfig
 from streamrl.errors import ConfigError
-from streamrl.transport.control import Drain, Role, Status
+from streamrl.transport.control import Drain, Role
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, of_run_at, read_file
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 STATUS_SECONDS = 10.0
+BETWEEN_SECONDS = 1.5
+"""Pause between the two statuses whose difference gives the rates."""
 DRAIN_SECONDS = 5.0
 """Longest time for the controller to accept that a process leaves."""
 
@@ -34,17 +37,22 @@ def _client(manager_url: str, secret_file: Path | None, config_file: Path | None
 
 def status(manager_url: str, *, secret_file: Path | None, config_file: Path | None) -> RenderableType:
     """Return a picture of the run's present state."""
-    from streamrl.launch.dashboard import dashboard
+    from streamrl.launch.dashboard import StatusHistory, dashboard
     from streamrl.records.view import RunView
 
-    async def ask() -> Status:
-        async with _client(manager_url, secret_file, config_file, timeout=STATUS_SECONDS) as client:
-            return await client.status()
+    run, history = RunView(Path()), StatusHistory(started=time.monotonic())
 
-    found, run = asyncio.run(ask()), RunView(Path())
-    if found.last_step is not None:
-        run.add_step(found.last_step)
-    return dashboard(run, found, height=60)
+    async def look() -> None:
+        async with _client(manager_url, secret_file, config_file, timeout=STATUS_SECONDS) as client:
+            for pause in (0.0, BETWEEN_SECONDS):
+                await asyncio.sleep(pause)
+                found = await client.status()
+                history.add(found, now=time.monotonic())
+        if found.last_step is not None:
+            run.add_step(found.last_step)
+
+    asyncio.run(look())
+    return dashboard(run, history, now=time.monotonic(), height=60)
 
 
 def drain(manager_url: str, process: str, *, secret_file: Path | None, config_file: Path | None) -> None:

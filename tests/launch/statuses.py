@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from streamrl.launch.dashboard import StatusHistory
 from streamrl.records.metrics import StepReport
 from streamrl.records.view import RunView
 from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Status
@@ -91,9 +92,11 @@ def status(
     )
 
 
-def run_with_status(*, steps: int = 37, **options: object) -> tuple[RunView, Status]:
-    """A run after `steps` steps, and its state."""
-    run = RunView(Path())
+def history(*, seconds: int = 12, steps: int = 37, **options: object) -> tuple[RunView, StatusHistory]:
+    """A run that was looked at once a second."""
+    run, seen = RunView(Path()), StatusHistory(started=0.0)
     for step in range(1, steps + 1):
         run.add_step(step_report(step))
-    return run, status(11, step=steps, **options)  # type: ignore[arg-type]
+    for second in range(seconds):
+        seen.add(status(second, step=steps, **options), now=float(second))  # type: ignore[arg-type]
+    return run, seen

@@ -145,7 +145,7 @@ def use_component() -> None:
     "command",
     [
         "checkpoint CONFIG",
-        "model-worker CONFIG --manager http://127.0.0.1:1",
+        "model-worker CONFIG --manager http://127.0.0.1:1 --index 0",
         "run CONFIG",
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from streamrl.gserver.embedded.graphs import Event, GraphedModel, HostBuffers, Replay
+from streamrl.gserver.embedded.graphs import DeviceEvent, GraphedModel, HostBuffers, Replay
 from streamrl.gserver.embedded.model import KVCache
 
 
@@ -28,7 +28,7 @@ class Recorder:
         compute()
         return compute
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return LateEvent(self)
 
     def catch_up(self) -> None:
@@ -61,7 +61,7 @@ class LateModel(GraphedModel):
     def __init__(self, *args: Any, cache: KVCache, record: Recorder, **settings: Any) -> None:
         super().__init__(*args, cache=cache, record=record, **settings)
         self._recorder = record
-        for name in ("_empty", "copy", "clear", "take", "put"):
+        for name in ("reserve", "copy", "clear", "take", "put"):
             setattr(cache, name, _after(record, getattr(cache, name)))
         for name in ("extend", "decode"):
             setattr(self, name, _after(record, getattr(self, name)))

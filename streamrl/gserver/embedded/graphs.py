@@ -55,7 +55,7 @@ def filled_length(length: int, most: int) -> int:
     return min(-(-length // step) * step, most)
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A mark between the device's computations, as `torch.cuda.Event`."""
 
     def record(self) -> None:
@@ -74,7 +74,7 @@ class Record(Protocol):
     def __call__(self, compute: Replay) -> Replay:
         """Run `compute` once and return it in a form that is cheap to start."""
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """Return a new event."""
 
 
@@ -103,8 +103,8 @@ class CudaRecorder:
         present.wait_stream(self._stream)
         return graph.replay
 
-    def event(self) -> Event:
-        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def event(self) -> DeviceEvent:
+        event: DeviceEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return event
 
 
@@ -153,7 +153,7 @@ class DecodeStep(msgspec.Struct, frozen=True):
     """Its numbers of rows and of attended tokens."""
     drawn: Tensor
     """As `draw_plain` returns it, once `done`."""
-    done: Event
+    done: DeviceEvent
 
     def read(self) -> SamplerOutput:
         """Wait for the drawn tokens and return them. Possible until a second step is launched after this one."""

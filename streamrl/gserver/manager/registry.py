@@ -113,7 +113,7 @@ class Registry:
         if members is None or not dot or not index.isdecimal() or len(index) > LONGEST_INDEX:
             return None
         member: Member | None = members.get(int(index))
-        if member is None or not hmac.compare_digest(member.token.encode(), token.encode()):
+        if member is None or not hmac.compare_digest(member.token.encode(), token.encode(errors="replace")):
             return None
         return member
 

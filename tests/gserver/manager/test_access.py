@@ -49,6 +49,7 @@ async def test_every_call_is_refused_to_those_whose_it_is_not(tmp_path: Path) ->
         for role in ("gserver", "rollout", "model_worker"):
             reply = await run.register(role, address="http://127.0.0.1:1" if role == "gserver" else "")
             tokens[role] = bearer(reply.token)
+        assert run.manager.access.caller("Bearer rollout/0.\udcba") is None, "bytes that are no UTF-8"
         strangers = ({}, bearer("0" * 64), bearer(""), {"Authorization": "Basic eDp5"}, bearer("rollout/0." + "0" * 64))
         for key, call in CALLS.items():
             if key == f"GET {HEALTH}":

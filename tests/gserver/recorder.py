@@ -11,7 +11,7 @@ from streamrl.gserver.embedded.model import KVCache
 
 
 class Recorder:
-    """Counts what is recorded."""
+    """Counts recorded computations."""
 
     pinned = False
 
@@ -42,7 +42,7 @@ class LateEvent:
     def __init__(self, device: Recorder) -> None:
         self._device = device
         self.awaited = 0
-        """Number of launched steps at whose end it will be set."""
+        """Number of launched steps after which it will be set."""
 
     def record(self) -> None:
         self.awaited = max(0, self.awaited - 1)

@@ -422,7 +422,7 @@ class Scheduler:
         return ahead if ahead is not None and ahead.step.size == size else self._launch(requests)
 
     def _continues(self, requests: Sequence[Request]) -> bool:
-        """Return whether the step after that of `requests` is one of the same requests, as far as the host knows."""
+        """Return whether the next step will have the same `requests`, as far as the host knows."""
         prompt_is_next = self.waiting and len(requests) < self._max_running
         all_end = all(request.produced + 1 == request.job.params.max_new_tokens for request in requests)
         return not (prompt_is_next or all_end)

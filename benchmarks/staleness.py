@@ -102,8 +102,6 @@ def _scratch(function: str, *, steps: int, seconds: float = 120.0, **settings: A
     return Task("copy_scratch.toml", {"data.path": f"{TASK_CODE}:{function}", **others}, steps, seconds)
 
 
-NO_EVALUATION = {"evaluation.every": "never", "evaluation.at_start": "false", "evaluation.at_end": "false"}
-
 TASKS: dict[str, Task] = {
     "copy": _scratch("copy_digits", steps=200),
     "increment": _scratch("increment_digits", steps=200),
@@ -113,7 +111,6 @@ TASKS: dict[str, Task] = {
     ),
     "repeat": _scratch("repeat_digit", steps=300, rollout__sampling__max_new_tokens=20),
     "smollm2-addition": Task("smollm2_addition.toml", {}, 36, 400.0),
-    "smollm2-chain-sum": Task("chain_sum.toml", NO_EVALUATION, 60, 600.0),
 }
 LENGTH_TASK = "repeat"
 """The task whose answers differ in length: the one for the over-age policies."""
@@ -121,8 +118,6 @@ SIDE_BY_SIDE = ("increment", "sort")
 """The tasks on which all objectives are run."""
 SCRATCH = [name for name, task in TASKS.items() if task.example == "copy_scratch.toml" and name != LENGTH_TASK]
 PRETRAINED = [name for name, task in TASKS.items() if task.example != "copy_scratch.toml"]
-NOT_LEARNED = "smollm2-chain-sum"
-"""Tried at η = 0 alone: a task that a synchronous run does not learn cannot be lost."""
 
 _DECOUPLED = {
     "loss": "ppo",
@@ -139,6 +134,7 @@ _DECOUPLED = {
 
 OBJECTIVES: dict[str, Mapping[str, Any]] = {
     "default": {},
+    "drift": {},
     "constant": {},
     "decoupled": _DECOUPLED,
     "ppo": _DECOUPLED | {"proximal": "behavior"},
@@ -160,12 +156,12 @@ OBJECTIVES: dict[str, Mapping[str, Any]] = {
         "behavior_weight_level": "none",
     },
 }
-"""Settings of [algorithm] by name. `default` and `constant` have the settings of the example. All but the default have
-a constant staleness, without `staleness.most_drift`. The others name all of their settings, so that a change of
-defaults does not change them. `decoupled` has the clip around the policy at the start of
-the step; `truncated` is the same with the limit of truncated importance sampling in verl's and slime's examples,
-`masked` with the limit of IcePop in verl and AReaL; `gspo` and `cispo` are the recipes of docs/algorithms.md, `ipo` is
-prime-rl's (`benchmarks/recipes.py`)."""
+"""Settings of [algorithm] by name. The first three have those of the example. All but `default` have steps of full
+length (`staleness.lr_by_contrast`), and all but `default` and `drift` a constant staleness (`staleness.most_drift`).
+The others name all of their settings, so that a change of defaults does not change them. `decoupled` has the clip
+around the policy at the start of the step; `truncated` is the same with the limit of truncated importance sampling in
+verl's and slime's examples, `masked` with the limit of IcePop in verl and AReaL; `gspo` and `cispo` are the recipes of
+docs/algorithms.md, `ipo` is prime-rl's (`benchmarks/recipes.py`)."""
 
 ETAS = (0, 1, 2, 4, 8, 16)
 """All η of the study; 2 and 16 with a constant staleness alone."""
@@ -198,7 +194,6 @@ class Cell(NamedTuple):
 def study() -> list[Cell]:
     """All runs, the most informative first; within a part all runs of one seed come before the next seed."""
     others = [objective for objective in OBJECTIVES if objective != "default"]
-    pretrained = [task for task in PRETRAINED if task != NOT_LEARNED]
     parts: list[tuple[tuple[int, ...], list[tuple[str, str, int, str]]]] = [
         (SEEDS, [(task, "default", eta, "mask") for task in SCRATCH for eta in DECIDING_ETAS]),
         (
@@ -217,11 +212,10 @@ def study() -> list[Cell]:
                 (LENGTH_TASK, "constant", eta, over_age) for eta in POLICY_ETAS for over_age in ("mask", "wait", "drop")
             ],
         ),
-        (SEEDS[:1], [(NOT_LEARNED, "default", 0, "mask")]),
-        (SEEDS, [(task, "default", eta, "mask") for task in pretrained for eta in DECIDING_ETAS]),
+        (SEEDS, [(task, "default", eta, "mask") for task in PRETRAINED for eta in DECIDING_ETAS]),
         (SEEDS, [(task, "constant", eta, "mask") for task in SCRATCH for eta in ETAS[1:]]),
-        (SEEDS, [(task, "constant", eta, "mask") for task in pretrained for eta in STALE_ETAS]),
-        (MORE_SEEDS, [(task, "default", eta, "mask") for task in (*SCRATCH, *pretrained) for eta in DECIDING_ETAS]),
+        (SEEDS, [(task, "constant", eta, "mask") for task in PRETRAINED for eta in STALE_ETAS]),
+        (MORE_SEEDS, [(task, "default", eta, "mask") for task in (*SCRATCH, *PRETRAINED) for eta in DECIDING_ETAS]),
     ]
     cells = [Cell(*kind, seed) for seeds, part in parts for seed in seeds for kind in part]
     return list(dict.fromkeys(cells))
@@ -266,7 +260,8 @@ def settings_of(cell: Cell, *, steps: int) -> dict[str, Any]:
         "run.stop_at_reward": 1e9,  # never: the reward has to last
         "staleness.max_staleness": cell.eta,
         "staleness.over_age": cell.over_age,
-        **({} if cell.objective == "default" else {"staleness.most_drift": 0.0}),
+        **({} if cell.objective == "default" else {"staleness.lr_by_contrast": "false"}),
+        **({} if cell.objective in ("default", "drift") else {"staleness.most_drift": 0.0}),
         "trainer.save_at_end": "false",
         "trainer.save_every": "never",
         "metrics.plots": "false",

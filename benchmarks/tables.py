@@ -470,21 +470,17 @@ def staleness_claims(results: Results) -> str:
 
 
 def staleness_default(results: Results) -> str:
-    """The default, and the same with a constant η: area by task and η, and the runs that collapsed."""
+    """The default, and the same without its limits: area by task and η, and the runs that collapsed."""
     found = [s for s in staleness.summaries(results["rows"]) if s.kind.over_age == "mask"]
     by_place = {(s.kind.task, s.kind.objective, s.kind.eta): s for s in found}
     etas = (0, *staleness.STALE_ETAS)
     rows = [
-        [
-            task,
-            "drift" if kind == "default" else kind,
-            *(area_and_collapses(by_place.get((task, kind, e))) for e in etas),
-        ]
+        [task, kind, *(area_and_collapses(by_place.get((task, kind, e))) for e in etas)]
         for task in staleness.TASKS
-        for kind in ("default", "constant")
+        for kind in ("default", "drift", "constant")
         if any(place[:2] == (task, kind) for place in by_place)
     ]
-    return markdown(["task", "limit", *(f"η = {eta}" for eta in etas)], rows) if rows else NOT_MEASURED
+    return markdown(["task", "runs", *(f"η = {eta}" for eta in etas)], rows) if rows else NOT_MEASURED
 
 
 def area_and_collapses(found: staleness.Summary | None) -> str:

@@ -120,7 +120,12 @@ def test_check_shows_what_differs_and_what_would_be_started(config: Path) -> Non
     assert "is valid" in rest
     everything = tomllib.loads(streamrl(*words, "--all").stdout.partition("┏")[0])
     assert everything["trainer"]["lr"] == 0.5
-    assert everything["staleness"] == {"max_staleness": 4, "over_age": "mask", "most_drift": 0.1}
+    assert everything["staleness"] == {
+        "max_staleness": 4,
+        "over_age": "mask",
+        "most_drift": 0.1,
+        "lr_by_contrast": True,
+    }
 
 
 def test_check_tries_what_a_run_would(config: Path) -> None:

@@ -73,7 +73,8 @@ def test_each_run_is_a_valid_configuration_that_goes_on_to_its_last_step():
         assert config.run.stop_at_reward > 1e6
         assert config.staleness.max_staleness == cell.eta
         assert config.staleness.over_age == cell.over_age
-        assert (config.staleness.most_drift > 0) == (cell.objective == "default")
+        assert (config.staleness.most_drift > 0) == (cell.objective in ("default", "drift"))
+        assert config.staleness.lr_by_contrast == (cell.objective == "default")
 
 
 def test_objectives_besides_the_default_name_all_that_they_consist_of():
@@ -81,7 +82,7 @@ def test_objectives_besides_the_default_name_all_that_they_consist_of():
     named = {field.name for field in msgspec.structs.fields(AlgorithmConfig)} - CREDIT_AND_PENALTIES
     assert staleness.OBJECTIVES["default"] == {}
     for name, settings in staleness.OBJECTIVES.items():
-        assert name in ("default", "constant") or set(settings) == named, (
+        assert name in ("default", "drift", "constant") or set(settings) == named, (
             f"{name} lacks or has too much: {named ^ set(settings)}"
         )
 

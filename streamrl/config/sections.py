@@ -512,6 +512,11 @@ class StalenessConfig(Section, frozen=True):
     """Largest mean |ρ - 1| of a token, with ρ = π / π_b: groups are admitted with less staleness than `max_staleness`
     while the policy moves too fast for it. Their staleness begins at 0, rises by at most 1 a step, and never falls
     below 1 again. 0: no such limit."""
+    lr_by_contrast: bool = True
+    """Multiply the learning rate by √(c / C), at most 1, where c is the share of groups whose siblings have different
+    rewards and C its largest mean over 20 steps so far: a batch in which few groups teach gives a noisy direction, and
+    stale data correct it late. Without effect at `max_staleness = 0`, and unless `algorithm.advantage` compares
+    siblings (`grpo`, `mean`, `rloo`, `reinforce++-baseline`)."""
 
 
 class WeightsConfig(Section, frozen=True):

@@ -36,6 +36,8 @@ cause it."""
 GROWTH = 4.0
 """A sign's deviation also exceeds this multiple of the least one among the remembered windows: how far a policy moves
 in `max_staleness` steps depends on the task and the learning rate."""
+CONTRAST_STEPS = 20
+"""Number of steps over which the share of groups with contrast is averaged."""
 PLATEAU_STEPS = 15
 PLATEAU_GAIN = 0.1
 """The reward rises if it gained more in `PLATEAU_STEPS` steps than this share of all that it ever gained. While it
@@ -52,7 +54,7 @@ REWARD_ERRORS = 4.0
 
 WATCHED = (
     *("importance_ratio_deviation", "effective_sample_size", "grad_norm", "grad_norm_ratio"),
-    *("reward_mean", "reward_std", "groups"),
+    *("reward_mean", "reward_std", "groups", "groups_with_contrast"),
 )
 """Metrics that are remembered."""
 
@@ -84,7 +86,8 @@ HEALTHY = Health()
 
 
 class CollapseWatch(msgspec.Struct, frozen=True):
-    """The state machine: figures of the last steps, the health that they show, and the staleness that is bearable.
+    """The state machine: figures of the last steps, the health that they show, the staleness and the steps that are
+    bearable.
 
     Immutable: each step makes the next one."""
 
@@ -106,6 +109,8 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     mismatch: float = 0.0
     """Mean |ρ - 1| of tokens of age 0, in the last step that had some. It is no drift: engine and trainer compute
     differently, or the policy moves within a step."""
+    contrast: float = 0.0
+    """Largest mean share of groups with contrast, over `CONTRAST_STEPS` steps, fewer at the beginning."""
     near: int | None = None
     """The age, in versions, up to which |ρ - 1| is expected to stay below `staleness.most_drift`; None: no limit."""
 
@@ -132,8 +137,8 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             name: [*self.recent.get(name, []), *([figures[name]] if _is_known(figures, name) else [])][-REMEMBERED:]
             for name in WATCHED
         }
-        seen = msgspec.structs.replace(self, recent=recent)
-        return seen._with_best()._judged(step=step, turn=turn)._drifted(figures, age=age, most=most_drift)
+        seen = msgspec.structs.replace(self, recent=recent)._with_best()._with_contrast()
+        return seen._judged(step=step, turn=turn)._drifted(figures, age=age, most=most_drift)
 
     def evaluated(self, reward: float) -> CollapseWatch:
         """Return the watch after an evaluation on held-out prompts."""
@@ -155,6 +160,17 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         """Return by how many versions groups admitted from now on may be stale, with this `max_staleness`."""
         return max_staleness if self.near is None else min(max_staleness, self.near)
 
+    def lr_scale(self, contrast: float) -> float:
+        """Return the factor of the learning rate for a batch in which the share `contrast` of the groups has contrast.
+
+        The noise in the direction of a step falls with the square root of the number of groups that teach, and Adam
+        takes steps of the same length whatever that number is.
+        """
+        if not self.contrast:
+            return 1.0
+        least = 1 / max(self.recent["groups"][-1], 1.0)
+        return min(1.0, math.sqrt(max(contrast, least) / self.contrast))
+
     def _windows(self, name: str) -> list[list[float]]:
         """Return each `WINDOW` remembered steps in a row, the latest last."""
         values = self.recent.get(name, [])
@@ -173,6 +189,12 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             best=reward if self.best is None else max(self.best, reward),
             worst=reward if self.worst is None else min(self.worst, reward),
         )
+
+    def _with_contrast(self) -> CollapseWatch:
+        groups, contrasted = (self.recent[name][-CONTRAST_STEPS:] for name in ("groups", "groups_with_contrast"))
+        if len(contrasted) < WINDOW:
+            return self
+        return msgspec.structs.replace(self, contrast=max(self.contrast, sum(contrasted) / max(sum(groups), 1.0)))
 
     def _rises(self) -> bool:
         """Return whether the reward still gains a good part of all that it ever gained; True while that is unknown."""

@@ -156,6 +156,8 @@ class TrainStep(msgspec.Struct, frozen=True, tag=True):
     compared: Sibling | None = None
     """The response of the first minibatch for which to return log-probabilities under the weights of
     `policy_version`."""
+    lr_scale: float = 1.0
+    """Factor of the policy's learning rate (`staleness.lr_by_contrast`); the critic's is not scaled."""
     kept: list[int] = []
     """Groups of this data-parallel rank for which the run keeps every token (`metrics.rollouts_per_step`)."""
     pre_hooks: list[Hook] = []

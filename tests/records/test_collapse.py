@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
-from streamrl.records.collapse import CALM, WINDOW, CollapseWatch, advice
+from streamrl.records.collapse import CALM, CONTRAST_STEPS, WINDOW, CollapseWatch, advice
 
 HEALTHY = {
     "reward_mean": 0.97,
@@ -285,3 +286,23 @@ def test_a_resumed_run_keeps_its_drift_and_one_without_the_limit_has_no_more() -
     assert watch.resumed(most_drift=0.2).staleness(8) == watch.staleness(8) == 4
     assert watch.resumed().staleness(8) == 8
     assert BEGINNING.resumed(most_drift=0.2).staleness(8) == 0
+
+
+@given(st.lists(st.integers(0, 32), max_size=60), st.integers(0, 32))
+@settings(deadline=None)
+def test_steps_shrink_by_the_root_of_the_share_of_groups_that_teach(counts, now):
+    watch = fed([HEALTHY | {"groups_with_contrast": float(count)} for count in counts] or [HEALTHY])[-1]
+    means = [
+        sum(counts[max(0, end - CONTRAST_STEPS) : end]) / min(end, CONTRAST_STEPS)
+        for end in range(WINDOW, len(counts) + 1)
+    ]
+    most = max(means, default=0.0)
+    expected = min(1.0, math.sqrt(max(now, 1) / most)) if most else 1.0
+    assert watch.lr_scale(now / 32) == pytest.approx(expected)
+
+
+def test_the_usual_share_of_groups_that_teach_survives_a_checkpoint_and_other_sizes_of_a_batch() -> None:
+    watch = fed([HEALTHY | {"groups_with_contrast": 16.0}] * WINDOW)[-1]
+    read = msgspec.json.decode(msgspec.json.encode(watch), type=CollapseWatch)
+    assert read.lr_scale(1 / 8) == read.resumed().lr_scale(1 / 8) == 0.5
+    assert fed([HEALTHY | {"groups": 8.0, "groups_with_contrast": 1.0}], read)[-1].lr_scale(1 / 8) == 0.5

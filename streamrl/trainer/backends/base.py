@@ -220,12 +220,13 @@ class ParallelModel(WholeWeights, Protocol):
         micro-batches, or none.
         """
 
-    def update(self, before_update: Callable[[], None]) -> Update:
+    def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
         """Sum and clip gradients over the data-parallel ranks, take an optimizer step, and zero the gradients.
         Collective.
 
-        `before_update` is called when the weights are about to change. Raises `TrainingError`, with the weights
-        unchanged, if the norm is not finite.
+        `lr_scale` multiplies the schedule's learning rate; `Update.lr` is the product. `before_update` is called
+        when the weights are about to change. Raises `TrainingError`, with the weights unchanged, if the norm is not
+        finite.
         """
 
     def weight_parts(self) -> list[TensorBox]:

@@ -151,12 +151,12 @@ class AdamW:
             moments = {key: self._moments[key][name] for key in MOMENTS}
             self._adam.state[master] = {"step": torch.tensor(0.0, device=master.device), **moments}
 
-    def step(self, gradients: dict[str, Tensor], *, scale: float) -> float:
-        """Update the weights by `gradients · scale`; return the learning rate.
+    def step(self, gradients: dict[str, Tensor], *, scale: float, lr_scale: float = 1.0) -> float:
+        """Update the weights by `gradients · scale`; return the learning rate, the schedule's times `lr_scale`.
 
         Weights without a gradient stay as they are. Changes `gradients`.
         """
-        lr = self._schedule.rate(self.updates)
+        lr = lr_scale * self._schedule.rate(self.updates)
         self.updates += 1
         names = [name for name in gradients if self._weights[name].numel()]
         if scale != 1.0:

@@ -283,7 +283,7 @@ class TorchModel:
             output = self._forward(IDLE)
             (output.values.sum() * 0.0 + output.entropy.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
-    def update(self, before_update: Callable[[], None]) -> Update:
+    def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
         self._check_here()
         optimizer = self._trained
         gradients = self._gradients()
@@ -299,7 +299,7 @@ class TorchModel:
             )
         before_update()
         share = min(1.0, self._spec.optimizer.grad_clip / (norm + 1e-6))
-        lr = optimizer.step(gradients, scale=share)
+        lr = optimizer.step(gradients, scale=share, lr_scale=lr_scale)
         self._forget_gradients()
         return Update(grad_norm=norm, lr=lr, expert_load=self._take_load())
 

@@ -96,9 +96,9 @@ class ModelFunctionCall:
         return max(done.compute_seconds for done in replies.values())
 
     async def train(
-        self, metas: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None
+        self, metas: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None, lr_scale: float
     ) -> list[TrainReply]:
-        """Train on the batch `metas`, minibatch by minibatch; `compared`: see `TrainStep`."""
+        """Train on the batch `metas`, minibatch by minibatch; `compared` and `lr_scale`: see `TrainStep`."""
         minibatches: list[tuple[Shares, int, int]] = []
         for part in self._former.minibatches(metas):
             tokens = sum(self._former.tokens_in_loss(meta, policy_version=policy_version) for meta in part)
@@ -119,6 +119,7 @@ class ModelFunctionCall:
                 oldest_version=policy_version - self._former.max_staleness,
                 minibatches=[MinibatchShare(shares[data], tokens, size) for shares, tokens, size in minibatches],
                 compared=compared,
+                lr_scale=lr_scale,
                 kept=[seq for seq in everything[data] if seq in kept],
                 pre_hooks=[*_transfer(plan, worker), *pre],
                 post_hooks=post,
@@ -225,10 +226,16 @@ class FunctionExecutor:
             for mfc in self._graph.reading("arrivals"):
                 tasks.create_task(self._run_arrivals_of(self._calls[mfc.name]), name=mfc.name)
 
-    async def execute_step(self, batch: Sequence[SampleMeta], *, compared: Sibling | None = None) -> StepResult:
+    async def execute_step(
+        self,
+        batch: Sequence[SampleMeta],
+        *,
+        compared: Sibling | None = None,
+        lr_scale: float = 1.0,
+    ) -> StepResult:
         """Run the `batch` MFCs on `batch` concurrently, each as soon as its keys are ready.
 
-        `compared`: see `TrainStep`.
+        `compared` and `lr_scale`: see `TrainStep`.
         """
         policy_version = self._history.policy_version
         trained: list[TrainReply] = []
@@ -241,7 +248,7 @@ class FunctionExecutor:
                 left = left[len(part) :]
                 begin = begin or time.time()
                 if mfc.interface == "train_step":
-                    done = await call.train(part, policy_version=policy_version, compared=compared)
+                    done = await call.train(part, policy_version=policy_version, compared=compared, lr_scale=lr_scale)
                     trained.extend(done)
                     compute += max(result.compute_seconds for result in done)
                     updating += max(result.update_seconds for result in done)

@@ -43,6 +43,11 @@ LOSSES = frozenset({"loss", "critic/loss"})
 """Metrics that are averaged over the optimizer steps of a training step, not added up."""
 
 
+def groups_with_contrast(batch: Sequence[SampleMeta]) -> int:
+    """Return the number of groups whose siblings have different rewards."""
+    return sum(min(meta.rewards) < max(meta.rewards) for meta in batch)
+
+
 def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_version: int) -> dict[str, float]:
     """Return the figures of the batch."""
     rewards = [reward for meta in batch for reward in meta.episode_rewards]
@@ -56,7 +61,7 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
         "groups": len(batch),
         "groups_shrunk": sum(meta.episode_count < former.group_size for meta in batch),
         "siblings_retried": sum(meta.retries for meta in batch),
-        "groups_with_contrast": sum(min(meta.rewards) < max(meta.rewards) for meta in batch),
+        "groups_with_contrast": groups_with_contrast(batch),
         "tokens_sampled": sampled,
         "tokens_trained": young,
         "tokens_masked": sampled - young,

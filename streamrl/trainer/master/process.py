@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config import Config
+from streamrl.config.checks import COMPARES_SIBLINGS
 from streamrl.errors import TrainingError
 from streamrl.ledger import ReadyGroups, Selection
 from streamrl.mixture import Mixture
@@ -35,6 +36,7 @@ from streamrl.trainer.master.executor import FunctionExecutor, StepResult
 from streamrl.trainer.master.figures import (
     Span,
     batch_metrics,
+    groups_with_contrast,
     masked_ages,
     sample_of_lengths,
     task_metrics,
@@ -380,7 +382,9 @@ class Master:
         formed = time.time()
         comparison = self._comparison = self._compare(batch, version=version)
         result = await self._executor.execute_step(
-            batch, compared=comparison.response if comparison is not None else None
+            batch,
+            compared=comparison.response if comparison is not None else None,
+            lr_scale=self._lr_scale(batch),
         )
         self._history.policy_version += 1
         held = self._buffer.trained_on(meta.seq for meta in batch)
@@ -406,6 +410,15 @@ class Master:
         publication.add_done_callback(lambda _: self._buffer.wake())
         await asyncio.sleep(0)  # the workers receive its call before any later one
         return publication
+
+    def _lr_scale(self, batch: Sequence[SampleMeta]) -> float:
+        """Return the factor of the policy's learning rate for this batch (`staleness.lr_by_contrast`)."""
+        compares = self._config.algorithm.advantage in COMPARES_SIBLINGS
+        given = any("advantages" in mfc.inputs for mfc in self._graph.mfcs)
+        stale = self._ledger.max_staleness > 0
+        if given or not (compares and stale and self._config.staleness.lr_by_contrast):
+            return 1.0
+        return self._history.watch.lr_scale(groups_with_contrast(batch) / len(batch))
 
     def _look_after(self, figures: dict[str, float], *, age: float) -> dict[str, float]:
         """Update the run's health by the last step, on tokens of mean `age`; return additional figures of the step."""

@@ -132,7 +132,7 @@ class Actor:
             return found.loss
 
         self.model.accumulate(micros, loss)
-        update = optimizer_step(self.model, statistics, before_update=before_update)
+        update = optimizer_step(self.model, statistics, before_update=before_update, lr_scale=minibatch.lr_scale)
         figures.read_into(statistics)
         for micro, output in outputs:
             if wanted is not None:

@@ -109,6 +109,8 @@ class Minibatch(msgspec.Struct, frozen=True):
     """Attempts at prompts."""
     compared: Sibling | None = None
     """The response for which to compute log-probabilities before the update, at temperature 1."""
+    lr_scale: float = 1.0
+    """Factor of the policy's learning rate."""
     kept: frozenset[int] = frozenset()
     """Sequence numbers of the groups for which to keep outputs before the update."""
 
@@ -172,7 +174,9 @@ def unpack(
     return result
 
 
-def optimizer_step(model: ParallelModel, statistics: StepStatistics, *, before_update: Callable[[], None]) -> Update:
+def optimizer_step(
+    model: ParallelModel, statistics: StepStatistics, *, before_update: Callable[[], None], lr_scale: float = 1.0
+) -> Update:
     """Have `model` take its optimizer step, and note its seconds after the return of `before_update`, which may wait.
     Collective."""
     began = time.perf_counter()
@@ -182,7 +186,7 @@ def optimizer_step(model: ParallelModel, statistics: StepStatistics, *, before_u
         before_update()
         began = time.perf_counter()
 
-    update = model.update(update_begins)
+    update = model.update(update_begins, lr_scale=lr_scale)
     statistics.update_seconds += time.perf_counter() - began
     return update
 

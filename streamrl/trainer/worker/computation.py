@@ -252,6 +252,7 @@ class Computation:
                     loss_tokens=minibatch.loss_tokens,
                     episodes=minibatch.episodes,
                     compared=call.compared if number == 0 else None,  # later the weights have changed
+                    lr_scale=call.lr_scale,
                     kept=frozenset(call.kept).intersection(minibatch.seqs) if first_epoch else frozenset(),
                 ),
                 found,

@@ -122,8 +122,9 @@ class Checks:
         self._outputs_equal(model, reference, share_prefix=True, temperature=1.0)
         for step in range(3):
             groups = make_groups(step, count=3 if step < 2 else 1)  # in the end some ranks have nothing at all
-            wanted = reference.step(groups)
-            update = self.step(model, groups)
+            lr_scale = 0.25 if step == 1 else 1.0
+            wanted = reference.step(groups, lr_scale=lr_scale)
+            update = self.step(model, groups, lr_scale=lr_scale)
             assert update.grad_norm == pytest.approx(wanted.norm, rel=1e-5), kind
             assert update.lr == pytest.approx(wanted.lr)
             if step == 0:
@@ -134,12 +135,12 @@ class Checks:
         self._weights_gathered_beside_accumulation(model)
         model.close()
 
-    def step(self, model: ParallelModel, groups: Sequence[TrajectoryGroup]) -> Any:
+    def step(self, model: ParallelModel, groups: Sequence[TrajectoryGroup], *, lr_scale: float = 1.0) -> Any:
         """An update by `groups`, in two calls of accumulate."""
         called = []
         for part in (groups[:2], groups[2:]):
             self.accumulate(model, part)
-        update = model.update(lambda: called.append(True))
+        update = model.update(lambda: called.append(True), lr_scale=lr_scale)
         assert called == [True]
         return update
 

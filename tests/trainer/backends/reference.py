@@ -232,21 +232,21 @@ class Reference:
         loss.backward()
         return as_in_files({name: parameter.grad.clone() for name, parameter in self.model.named_parameters()})
 
-    def step(self, groups: Sequence[TrajectoryGroup]) -> Stepped:
+    def step(self, groups: Sequence[TrajectoryGroup], *, lr_scale: float = 1.0) -> Stepped:
         """One optimizer step. All ranks of a world make it together."""
-        self._past += (tuple(group.seq for group in groups),)
+        self._past += ((lr_scale, *(group.seq for group in groups)),)
         if self._past not in _stepped:
-            _stepped[self._past] = _of_rank_0(lambda: self._step(groups))
+            _stepped[self._past] = _of_rank_0(lambda: self._step(groups, lr_scale=lr_scale))
         made = _stepped[self._past]
         self.model.load_state_dict(made.weights)
         self.optimizer.load_state_dict(copy.deepcopy(made.optimizer))
         self.steps += 1
         return made
 
-    def _step(self, groups: Sequence[TrajectoryGroup]) -> Stepped:
+    def _step(self, groups: Sequence[TrajectoryGroup], *, lr_scale: float) -> Stepped:
         gradients = self._gradients(groups)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.grad_clip))
-        lr = learning_rate(self.steps, peak=LR, config=OPTIMIZER, total_steps=UPDATES)
+        lr = lr_scale * learning_rate(self.steps, peak=LR, config=OPTIMIZER, total_steps=UPDATES)
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         return Stepped(

@@ -175,9 +175,9 @@ def test_steps_are_those_of_a_loop_in_float64_and_go_on_from_files(tmp_path, off
             adam = AdamW(mine, spec)
             adam.load(tmp_path, Alone(mine))
         gradients = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in begin.items()}
-        scale = 0.5 if step % 3 else 1.0
-        lr = adam.step({name: g.clone() for name, g in gradients.items()}, scale=scale)
-        assert lr == learning_rate(step, peak=0.01, config=config, total_steps=40)
+        scale, lr_scale = (0.5, 1.0) if step % 3 else (1.0, 0.25)
+        lr = adam.step({name: g.clone() for name, g in gradients.items()}, scale=scale, lr_scale=lr_scale)
+        assert lr == lr_scale * learning_rate(step, peak=0.01, config=config, total_steps=40)
         for name, weight in exact.items():
             gradient = scale * gradients[name].double()
             first[name] = beta1 * first[name] + (1 - beta1) * gradient

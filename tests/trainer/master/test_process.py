@@ -336,6 +336,31 @@ def test_a_run_admits_by_the_drift_of_its_policy_also_when_it_is_resumed(tmp_pat
     assert [report.metrics["admitted_staleness"] for report in resumed.manager.reports] == admitted[36:]
 
 
+@pytest.mark.parametrize(
+    ("changes", "scaled"),
+    [
+        ({}, True),
+        ({"staleness": {"lr_by_contrast": False}}, False),
+        ({"staleness": {"max_staleness": 0}}, False),
+        ({"algorithm": {"advantage": "reinforce++"}}, False),
+    ],
+)
+def test_with_stale_data_a_batch_in_which_few_groups_teach_takes_a_smaller_step(tmp_path, changes, scaled):
+    config = configured(tmp_path, run={"total_train_steps": 12}, **changes)
+    teaching = 8 * config.trainer.batch_groups
+    """From then on one group in four has different rewards."""
+
+    def group(seq, versions):
+        rewards = [0, 1] if seq < teaching or seq % 4 == 0 else [1, 1]
+        return msgspec.structs.replace(make_group(seq, versions), rewards=np.array(rewards, np.float32))
+
+    _, run = whole_run(config, Script(group=group))
+    scales = [event.call.lr_scale for event in run.workers.named("actor_train")]
+    assert len(scales) == 12
+    assert set(scales[:7]) == {1.0}
+    assert min(scales) == pytest.approx(0.5) if scaled else set(scales) == {1.0}
+
+
 def test_a_run_that_collapses_stops_with_a_checkpoint_and_says_where_to_go_on(tmp_path):
     async def work():
         script = Script(figures=moving_away(first=30), group=losing_reward(first=140))

@@ -124,10 +124,10 @@ class MegatronModel:
             router.balance = share / len(self._shape.sparse)
         self._run(micros, loss)
 
-    def update(self, before_update: Callable[[], None]) -> Update:
+    def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
         trainable = self._trained()
         with self._computing():
-            done = trainable.update(before_update)
+            done = trainable.update(before_update, lr_scale=lr_scale)
         return done._replace(expert_load=self._take_load())
 
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:

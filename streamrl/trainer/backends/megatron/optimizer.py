@@ -45,7 +45,7 @@ class Trainable:
         """The optimizers of the experts, which differ between ranks, and of all other parameters."""
         self._has_experts = config.num_moe_experts is not None
 
-    def update(self, before_update: Callable[[], None]) -> Update:
+    def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
         """Sum, clip and apply the gradients, as `ParallelModel.update`."""
         finalize_model_grads([self.ddp])
         for part in self._parts.values():
@@ -59,7 +59,7 @@ class Trainable:
                 )
             before_update()
             self._clip(norm)
-            lr = self._schedule.rate(self.updates)
+            lr = lr_scale * self._schedule.rate(self.updates)
             for part in self._parts.values():
                 for group in part.adam.param_groups:
                     group["lr"] = lr

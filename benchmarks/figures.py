@@ -25,7 +25,7 @@ from common import KEPT, LATEST, ROOT, parser_of, read_results
 from compare import COMPARED
 from tables import COMPUTED, TABLES, Results, rendered, results_of, unique
 
-BY_NAME_ONLY = {"staleness", "delay", "gpu"}
+BY_NAME_ONLY = {"staleness", "delay", "gpu", "learning_gpu"}
 """Benchmarks that take the better part of a day, or need a GPU: run only when they are named."""
 SCRIPTS = {"fuzz_sglang": "fuzz", "bench_agents_trainer": "bench_trainer"}
 """The script of a benchmark that has another name."""
@@ -88,6 +88,8 @@ def commands(benchmark: str, options: argparse.Namespace) -> list[list[str]]:
             return [["--repeats", "3"]]
         case "fuzz_sglang":
             return [["--engine", "sglang", "--messages", "1000"]]
+        case "learning_gpu":
+            return [["--example", "chain_sum", "--seeds", "0", "1", "2", "--set", "run.total_train_steps=40"]]
         case _:
             return [[]]
 

@@ -1,13 +1,14 @@
-"""Held-out accuracy while a pretrained model learns word problems: synchronously, and asynchronously at several η.
+"""Held-out accuracy while a pretrained model learns arithmetic: synchronously, and asynchronously at several η.
 
     python benchmarks/learning_gpu.py MODEL                   # gsm_symbolic of reasoning-gym
     python benchmarks/learning_gpu.py MODEL --gsm8k FOLDER    # GSM8K: train.jsonl and test.jsonl in FOLDER
+    python benchmarks/learning_gpu.py --example chain_sum     # SmolLM2-135M on two cores, without a GPU
     python benchmarks/learning_gpu.py --dry-run               # a model of no size, two steps, on any machine
 
 MODEL is the folder of an instruction-tuned checkpoint, such as Qwen2.5-0.5B-Instruct. Each run is
-examples/grade_school.toml with another `max_staleness`; its responses to the held-out problems are greedy. The plot has
-the accuracy by step and by hours of training. For Qwen2.5-0.5B-Instruct on GSM8K it also shows verl's published
-figures (https://verl.readthedocs.io/en/latest/algo/baseline.html): 49.6% before, and 56.7% after PPO.
+examples/grade_school.toml, or --example, with another `max_staleness`; its responses to the held-out problems are
+greedy. The plot has the accuracy by step and by hours of training. For Qwen2.5-0.5B-Instruct on GSM8K it also shows
+verl's published figures (https://verl.readthedocs.io/en/latest/algo/baseline.html): 49.6% before, and 56.7% after PPO.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from common import EXAMPLES, Row, latest, parser_of, report, run_example
 from streamrl.models import SMOLLM2
 from streamrl.records.evaluation import EVALUATIONS_FILE
 
-EXAMPLE = EXAMPLES / "grade_school.toml"
+EXAMPLE = "grade_school"
 NAME = "learning_gpu"
 PUBLISHED = {"before": 0.496, "after PPO": 0.567}
 PUBLISHED_MODEL = "qwen2.5-0.5b-instruct"
@@ -43,14 +44,15 @@ TINY: Mapping[str, Any] = {
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("model", nargs="?", help="folder of a checkpoint")
+    parser.add_argument("--example", choices=("chain_sum", EXAMPLE), default=EXAMPLE, help=f"by default {EXAMPLE}")
     parser.add_argument("--gsm8k", type=Path, metavar="FOLDER", help="folder with train.jsonl and test.jsonl of GSM8K")
     parser.add_argument("--etas", type=int, nargs="+", default=[0, 4], help="values of staleness.max_staleness")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of all runs")
     parser.add_argument("--dry-run", action="store_true", help="two steps of a model of no size")
     options = parser.parse_args()
-    if not options.model and not options.dry_run:
-        parser.error("name the folder of a model, or try the benchmark with --dry-run")
+    if options.example == EXAMPLE and not options.model and not options.dry_run:
+        parser.error(f"name the folder of a model for {EXAMPLE}, or try the benchmark with --dry-run")
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as folder:
         settings = settings_of(options, Path(folder))
         rows: list[Row] = []
@@ -58,17 +60,23 @@ def main() -> None:
             for eta in options.etas:
                 print(f"max_staleness {eta}, seed {seed} …", flush=True)
                 where = {"run.dir": folder, "run.name": f"{eta}-{seed}"}
-                run_example(EXAMPLE, {**settings, **where, "staleness.max_staleness": eta, "run.seed": seed})
+                run_example(
+                    EXAMPLES / f"{options.example}.toml",
+                    {**settings, **where, "staleness.max_staleness": eta, "run.seed": seed},
+                )
                 rows += rows_of(Path(folder) / f"{eta}-{seed}", eta=eta, seed=seed)
     name = f"{NAME}-dry-run" if options.dry_run else NAME
-    report(name, {"model": options.model, "gsm8k": options.gsm8k is not None}, rows)
+    task = "GSM8K" if options.gsm8k is not None else options.example
+    report(name, {"model": options.model or "the example's", "task": task}, rows)
     published = options.gsm8k is not None and PUBLISHED_MODEL in str(options.model).lower()
     print(f"plot: {plot(rows, latest(f'{name}.png'), lines=PUBLISHED if published else {})}")
 
 
 def settings_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the settings that all runs share, on top of the example; a model of no size is made in `folder`."""
-    settings: dict[str, Any] = {"model.path": options.model, "run.stop_at_reward": 2.0}
+    settings: dict[str, Any] = {"run.stop_at_reward": 2.0}
+    if options.model:
+        settings["model.path"] = options.model
     if options.gsm8k is not None:
         settings |= {
             "data.source": "jsonl",
@@ -89,7 +97,7 @@ def tiny_model(folder: Path) -> Path:
     from streamrl.config import load
     from streamrl.models import ensure_checkpoint
 
-    whole = ensure_checkpoint(load(EXAMPLE, [f"model.path={SMOLLM2}"]))
+    whole = ensure_checkpoint(load(EXAMPLES / f"{EXAMPLE}.toml", [f"model.path={SMOLLM2}"]))
     sizes = {"hidden_size": 36, "intermediate_size": 36, "num_hidden_layers": 2, "head_dim": 4}
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(whole, **sizes)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(whole).save_pretrained(folder)

@@ -526,6 +526,24 @@ def staleness_over_age(results: Results) -> str:
     return markdown(header, rows) if rows else NOT_MEASURED
 
 
+def learning(results: Results) -> str:
+    """Held-out accuracy by η and step: the mean over seeds, the least, and the largest."""
+    rows = results["rows"]
+    steps = unique(row["step"] for row in rows)
+
+    def cell(eta: int, step: int) -> str:
+        found = [row["accuracy"] for row in rows if (row["max_staleness"], row["step"]) == (eta, step)]
+        return f"{fmean(found):.2f} ({from_to(found, '.2f')})" if found else MISSING
+
+    lines = []
+    for eta in unique(row["max_staleness"] for row in rows):
+        mine = [row for row in rows if row["max_staleness"] == eta]
+        seeds = unique(row["seed"] for row in mine)
+        seconds = fmean(max(row["seconds"] for row in mine if row["seed"] == seed) for seed in seeds)
+        lines.append([str(eta), str(len(seeds)), *(cell(eta, step) for step in steps), f"{seconds:.0f}"])
+    return markdown(["η", "seeds", *(f"step {step}" for step in steps), "seconds of training"], lines)
+
+
 def delay(results: Results) -> str:
     """Remedies against the collapse of stale runs, by delay: all on one task, and the default on others."""
     every = [row for row in results["rows"] if row["task"] != AFTER_COPY]
@@ -718,6 +736,7 @@ TABLES = (
     Table("docs/staleness.md", "staleness-default", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness-objectives", "staleness", staleness_objectives),
     Table("docs/staleness.md", "staleness-over-age", "staleness", staleness_over_age),
+    Table("docs/staleness.md", "learning", "learning_gpu", learning),
     Table("docs/scale.md", "capacity-memory", COMPUTED, capacity_memory),
     Table("docs/scale.md", "capacity-roles", COMPUTED, capacity_roles),
     Table("docs/scale.md", "capacity-traffic", COMPUTED, capacity_traffic),

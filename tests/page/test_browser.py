@@ -272,6 +272,7 @@ async def test_a_logarithmic_axis_has_an_end_wherever_it_begins(tmp_path: Path) 
     })()"""
     async with serving(made_up_run(tmp_path / "run")) as page, browser() as tab:
         await tab.open(str(page.url))
+        await tab.until("typeof uPlot === 'function'")
         for first in (1.15 * 9.6e-4, 1.15 * 9.95e-9, 3e-17, 0.5, 1e-3, 1e6):
             counts = await tab.value(drawn.replace("FIRST", repr(first)))
             assert all(count <= 30 for count in counts), (first, counts)

@@ -103,7 +103,13 @@ class EpisodeCapture:
         await asyncio.wait((playing, agent.access), return_when=asyncio.FIRST_COMPLETED)
         access = agent.access.result()
         self._playing[access.api_key] = playing
-        playing.add_done_callback(lambda _: self._playing.pop(access.api_key, None))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._playing[access.api_key]
+            if not task.cancelled():
+                task.exception()  # counted and logged already; only a client that waits for it raises it
+
+        playing.add_done_callback(ended)
         return Lease(request.task, access)
 
     async def stored(self, key: str) -> None:

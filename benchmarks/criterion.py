@@ -8,11 +8,13 @@ reproduce the batches of its seed.
   lower bound of R is at least 1 − δ, fails if the upper bound is below it.
 - *Plateau*: Q = error of the stale runs / error of the synchronous ones over the last third, where the error is
   1 − reward. Holds if the upper bound is at most the largest ratio allowed, fails if the lower bound is above it.
-- *No collapse*: a run collapses if its reward drops by more than θ from its earlier best and is still below that best
-  minus θ / 2 at the end. θ is 0.05, or the largest drop of a synchronous run of the task. Holds if the Clopper-Pearson
-  upper bound of the share of runs that collapse is at most 5%, fails if the lower bound is above it.
+- *Area per second*: the same ratio, of areas over the seconds of training. Holds if the lower bound is at least 1.
+- *No collapse*, of all stale runs together: a run collapses if its reward drops by more than θ from its earlier best
+  and is still below that best minus θ / 2 at the end. θ is 0.05, or the largest drop of a synchronous run of the task.
+  Holds if the Clopper-Pearson upper bound of the share of runs that collapse is at most 5%, fails if the lower bound is
+  above it. That takes 59 runs without a collapse, or 93 with one, so the runs of all η are counted together.
 
-Bounds of R and Q come from a bootstrap over seeds, stratified by task (Agarwal et al., NeurIPS 2021): a task counts
+Bounds of the ratios come from a bootstrap over seeds, stratified by task (Agarwal et al., NeurIPS 2021): a task counts
 equally, whatever its number of runs.
 """
 
@@ -44,7 +46,7 @@ SMOOTH = 3
 
 
 class Claim(NamedTuple):
-    """A claim about the runs at one η."""
+    """A claim about stale runs."""
 
     name: str
     estimate: float
@@ -68,18 +70,30 @@ def claims(synchronous: Curves, stale: Curves, *, eta: int, seed: int = 0) -> li
     least, most = 1 - MARGIN[eta], MOST_ERROR[eta]
     area = bounds(ours, theirs, lambda runs: runs.mean(axis=-1), generator)
     plateau = bounds(ours, theirs, errors, generator)
-    fell, runs = 0, 0
-    for task in tasks:
-        threshold = max(DROP, *(largest_drop(curve) for curve in theirs[task]))
-        fell += sum(collapses(curve, threshold) for curve in ours[task])
-        runs += len(ours[task])
-    low, high = clopper_pearson(fell, runs)
     return [
         Claim("area", *area, f"≥ {least:.2f}", at_least(area, least)),
         Claim("plateau error", *plateau, f"≤ {most:g}", at_most(plateau, most)),
-        Claim("runs that collapse", fell / runs if runs else 0.0, low, high, f"≤ {COLLAPSES:.0%}",
-              at_most((0.0, low, high), COLLAPSES)),
-    ]  # fmt: skip
+    ]
+
+
+def faster(synchronous: Mapping[str, Sequence[float]], stale: Mapping[str, Sequence[float]], *, seed: int = 0) -> Claim:
+    """Return the claim about area per second, from that of each run by task."""
+    ours, theirs = ({task: np.array(runs[task])[:, None] for task in stale} for runs in (stale, synchronous))
+    found = bounds(ours, theirs, lambda rates: rates[..., 0], np.random.default_rng(seed))
+    return Claim("area per second", *found, "≥ 1", at_least(found, 1.0))
+
+
+def no_collapse(synchronous: Curves, stale: Curves) -> Claim:
+    """Return the claim about the runs `stale`, of any η. Tasks without synchronous runs are left out."""
+    fell = [
+        collapses(curve, max([DROP, *map(largest_drop, synchronous[task])]))
+        for task in stale
+        if synchronous.get(task)
+        for curve in stale[task]
+    ]
+    low, high = clopper_pearson(sum(fell), len(fell))
+    answer = at_most((0.0, low, high), COLLAPSES)
+    return Claim("runs that collapse", sum(fell) / max(1, len(fell)), low, high, f"≤ {COLLAPSES:.0%}", answer)
 
 
 def at_least(found: tuple[float, float, float], wanted: float) -> Answer:
@@ -173,5 +187,6 @@ def passes_itself(synchronous: Curves, *, eta: int) -> float:
     for chosen in splits:
         ours = {task: [runs[i] for i in chosen] for task, runs in synchronous.items()}
         theirs = {task: [runs[i] for i in range(count) if i not in chosen] for task, runs in synchronous.items()}
-        passed += all(claim.answer != "fails" for claim in claims(theirs, ours, eta=eta))
+        found = [*claims(theirs, ours, eta=eta), no_collapse(theirs, ours)]
+        passed += all(claim.answer != "fails" for claim in found)
     return passed / len(splits)

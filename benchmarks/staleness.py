@@ -32,7 +32,8 @@ The figures of runs:
   tokens of all finished responses, dropped ones included.
 
 With `--jobs` several runs of small models share the machine. Learning does not suffer, except that pools which wait for
-a core shift the ages within their bound. No claim is about seconds.
+a core shift the ages within their bound. The claim about area per second compares runs that shared it alike: run all η
+of a seed one after another, as the command does.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import KEPT, ROOT, commit, latest, parser_of, read_results, show, write_results
-from criterion import DROP, Claim, claims, collapses, errors, largest_drop
+from criterion import DROP, Claim, claims, collapses, errors, faster, largest_drop, no_collapse
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -72,6 +73,8 @@ STALEST = 8
 """Largest η of the claims: a run has written rewards for this many versions less than it has steps."""
 CLAIMED = (1, 4, 8)
 """The η of the claims."""
+LEARNING_SEEDS = 7 / 8
+"""A task counts if at least this share of its synchronous runs learn it."""
 EVERY = 5
 """Steps that share one figure in a kept curve, except for the reward and the time, which each step has."""
 NOT_CODE = ("launch/", "cli.py", "report.py", "plots.py", "records.py", "records/", "__main__.py")
@@ -117,6 +120,9 @@ LENGTH_TASK = "repeat"
 SIDE_BY_SIDE = ("increment", "sort")
 """The tasks on which all objectives are run."""
 SCRATCH = [name for name, task in TASKS.items() if task.example == "copy_scratch.toml" and name != LENGTH_TASK]
+UNSTEADY = "modular-addition"
+"""A task on which synchronous runs end on different plateaus; no claim counts it."""
+STEADY = [name for name in SCRATCH if name != UNSTEADY]
 PRETRAINED = [name for name, task in TASKS.items() if task.example != "copy_scratch.toml"]
 
 _DECOUPLED = {
@@ -195,7 +201,7 @@ def study() -> list[Cell]:
     """All runs, the most informative first; within a part all runs of one seed come before the next seed."""
     others = [objective for objective in OBJECTIVES if objective != "default"]
     parts: list[tuple[tuple[int, ...], list[tuple[str, str, int, str]]]] = [
-        (SEEDS, [(task, "default", eta, "mask") for task in SCRATCH for eta in DECIDING_ETAS]),
+        (SEEDS, [(task, "default", eta, "mask") for task in STEADY for eta in DECIDING_ETAS]),
         (
             SEEDS,
             [
@@ -207,7 +213,7 @@ def study() -> list[Cell]:
         ),
         (
             SEEDS,
-            [(LENGTH_TASK, "default", 0, "mask")]
+            [(task, "default", 0, "mask") for task in (LENGTH_TASK, UNSTEADY)]
             + [
                 (LENGTH_TASK, "constant", eta, over_age) for eta in POLICY_ETAS for over_age in ("mask", "wait", "drop")
             ],
@@ -215,7 +221,7 @@ def study() -> list[Cell]:
         (SEEDS, [(task, "default", eta, "mask") for task in PRETRAINED for eta in DECIDING_ETAS]),
         (SEEDS, [(task, "constant", eta, "mask") for task in SCRATCH for eta in ETAS[1:]]),
         (SEEDS, [(task, "constant", eta, "mask") for task in PRETRAINED for eta in STALE_ETAS]),
-        (MORE_SEEDS, [(task, "default", eta, "mask") for task in (*SCRATCH, *PRETRAINED) for eta in DECIDING_ETAS]),
+        (MORE_SEEDS, [(task, "default", eta, "mask") for task in (*STEADY, *PRETRAINED) for eta in DECIDING_ETAS]),
     ]
     cells = [Cell(*kind, seed) for seeds, part in parts for seed in seeds for kind in part]
     return list(dict.fromkeys(cells))
@@ -576,25 +582,43 @@ def _summary(kind: Kind, rows: Sequence[Mapping[str, Any]], synchronous: Sequenc
     )
 
 
-def found_claims(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, Claim]]:
-    """Return the claims at each η of `CLAIMED`, about the tasks that the synchronous runs learn."""
-    synchronous = curves(rows_of(rows, eta=0))
-    learned = {row["task"] for row in rows_of(rows, eta=0) if max(smoothed(row["curve"]["reward"])) >= LEARNED}
-    found = []
+def found_claims(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Claim]]:
+    """Return the claims at each η of `CLAIMED`, and then of all η together, about the tasks that count: at least seven
+    of eight synchronous runs learn them."""
+    fresh = rows_of(rows, eta=0)
+    reached: dict[str, list[bool]] = defaultdict(list)
+    for row in fresh:
+        reached[row["task"]].append(max(smoothed(row["curve"]["reward"])) >= LEARNED)
+    learned = {task for task, found in reached.items() if fmean(found) >= LEARNING_SEEDS}
+    synchronous, rates = curves(fresh), areas_per_second(fresh)
+    found: list[tuple[str, Claim]] = []
+    pooled: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for eta in CLAIMED:
-        stale = {task: runs for task, runs in curves(rows_of(rows, eta=eta)).items() if task in learned}
-        if stale:
-            found += [(eta, claim) for claim in claims(synchronous, stale, eta=eta)]
+        mine = [row for row in rows_of(rows, eta=eta) if row["task"] in learned]
+        if mine:
+            stale = curves(mine)
+            found += [(str(eta), claim) for claim in claims(synchronous, stale, eta=eta)]
+            found.append((str(eta), faster(rates, areas_per_second(mine))))
+            for task, runs in stale.items():
+                pooled[task] += runs
+    return [*found, ("all", no_collapse(synchronous, pooled))] if found else []
+
+
+def areas_per_second(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the area of each run over its seconds of training, by task."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        found[row["task"]].append(float(by_version(row).mean()) / row["curve"]["seconds"][-1])
     return found
 
 
 def age_cost(rows: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of the area that is lost with each version of the mean token age: least squares over the means
-    by task and constant η, without `modular-addition`, whose runs differ more by seed than by η."""
+    by task and constant η, without `UNSTEADY`, whose runs differ more by seed than by η."""
     synchronous = curves(rows_of(rows, eta=0))
     ages, losses = [], []
     for task in (*SCRATCH, *PRETRAINED):
-        for eta in STALE_ETAS if task != "modular-addition" else ():
+        for eta in STALE_ETAS if task != UNSTEADY else ():
             mine = [row for row in rows_of(rows, eta=eta, objective="constant") if row["task"] == task]
             if mine:
                 ages.append(fmean(fmean(row["curve"]["age"]) for row in mine))

@@ -19,7 +19,8 @@ def runs(count: int, *, seed: int, level: float = 0.98, delay: int = 0, noise: f
 
 
 def answers(stale, eta: int = 4, count: int = 8) -> dict[str, str]:
-    found = criterion.claims({"a": runs(count, seed=1)}, {"a": stale}, eta=eta)
+    fresh = {"a": runs(count, seed=1)}
+    found = [*criterion.claims(fresh, {"a": stale}, eta=eta), criterion.no_collapse(fresh, {"a": stale})]
     return {claim.name: claim.answer for claim in found}
 
 
@@ -58,6 +59,16 @@ def test_lower_and_upper_bounds_mirror_each_other():
     low, high = criterion.clopper_pearson(3, 10)
     other = criterion.clopper_pearson(7, 10)
     assert (1 - high, 1 - low) == pytest.approx(other)
+
+
+@pytest.mark.parametrize(("speed", "answer"), [(1.4, "holds"), (1.0, "not decided"), (0.8, "fails")])
+def test_area_per_second_is_compared_by_task(speed, answer):
+    generator = np.random.default_rng(5)
+    fresh = {task: generator.normal(level, 0.03 * level, 8) for task, level in (("a", 1.0), ("b", 0.01))}
+    stale = {task: speed * generator.permutation(rates) for task, rates in fresh.items()}
+    found = criterion.faster(fresh, stale)
+    assert found.estimate == pytest.approx(speed)
+    assert found.answer == answer
 
 
 def test_synchronous_runs_pass_against_synchronous_runs(monkeypatch):

@@ -189,11 +189,23 @@ def test_each_claim_has_an_answer():
     assert staleness.missing_runs(rows) == (0, len(rows))
     assert staleness.missing_runs(rows[2:]) == (2, len(rows))
     answers = {(eta, claim.name): claim.answer for eta, claim in staleness.found_claims(rows)}
-    assert answers[1, "area"] == answers[1, "plateau error"] == "holds"
+    assert answers["1", "area"] == answers["1", "plateau error"] == answers["all", "runs that collapse"] == "holds"
     assert "fails" not in answers.values()
     worse = [row(staleness.cell_of(one), COLLAPSES if one["eta"] == 4 else LONG) for one in rows]
     fails = [(eta, claim.name) for eta, claim in staleness.found_claims(worse) if claim.answer == "fails"]
-    assert fails == [(4, "area"), (4, "plateau error"), (4, "runs that collapse")]
+    assert fails == [
+        ("4", "area"), ("4", "plateau error"), ("4", "area per second"), ("all", "runs that collapse"),
+    ]  # fmt: skip
+
+
+def test_a_task_counts_if_nearly_all_synchronous_runs_learn_it():
+    def claims_with(late: int) -> set[str]:
+        curve = [0.1] * len(LONG)
+        cells = [Cell("sort", "default", eta, "mask", seed) for eta in (0, 4) for seed in range(8)]
+        return {name for name, _ in staleness.found_claims([row(c, curve if c.seed < late else LONG) for c in cells])}
+
+    assert claims_with(1) == {"4", "all"}
+    assert claims_with(2) == set()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
-import msgspec
 
 from streamrl import config as configuration
 from streamrl.config import Config
@@ -41,6 +40,7 @@ from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, of_run_at
 from streamrl.types import SampleMeta
 from tests.groups import make_group
+from tests.gserver.scripted import ScriptedGserver
 
 HERE = socket.gethostname()
 Ready = TypeVar("Ready")
@@ -104,41 +104,38 @@ class Run:
         *,
         address: str = "",
         pid: int = 1,
-        host: str = HERE,
         machine: str | None = None,
+        config: Config | None = None,
+        **fields: Any,
     ) -> Register:
         """`pid`: which of the processes that a test pretends to be; the manager sees that it has ended, so that another
-        may take its place. `machine`: None: this one."""
+        may take its place. `machine`, `config`: None: this machine, the run's configuration. `fields`: others."""
+        config = config or self.config
         return Register(
             role=role,
             index=index,
             address=address,
-            config_digest=self.config.digest(),
-            settings=self.config.shared_changes(),
+            config_digest=config.digest(),
+            settings=config.shared_changes(),
             pid=NO_PROCESS + pid,
-            host=host,
+            host=HERE,
             machine=machine_identity() if machine is None else machine,
             process_space=process_space() if machine is None else machine,
+            **fields,
         )
 
-    async def register(
-        self,
-        role: Role,
-        index: int = 0,
-        *,
-        address: str = "",
-        pid: int = 1,
-        machine: str | None = None,
-        gpu: str = "",
-        host: str = HERE,
-        digest: str | None = None,
-    ) -> RegisterReply:
-        message = self.registration(role, index, address=address, pid=pid, host=host, machine=machine)
-        message = msgspec.structs.replace(message, gpu=gpu)
-        if digest is not None:
-            message = msgspec.structs.replace(message, config_digest=digest)
+    async def register(self, role: Role, index: int = 0, **registration: Any) -> RegisterReply:
+        """Join as the process that `registration` describes."""
         async with self.member() as client:
-            return await client.register(message, patience=5.0)
+            return await client.register(self.registration(role, index, **registration), patience=5.0)
+
+    async def join(self, *gservers: ScriptedGserver, workers: int = 1) -> None:
+        """Register `gservers` and rollout workers, and wait until the gservers take groups."""
+        for index, gserver in enumerate(gservers):
+            await self.register("gserver", index, address=gserver.url, pid=100 + index)
+        for index in range(workers):
+            await self.register("rollout", index, pid=200 + index)
+        await self.until_live(*range(len(gservers)))
 
     def session(self) -> aiohttp.ClientSession:
         """For raw requests of the run's owner."""
@@ -226,21 +223,20 @@ async def cancelled_at_the_end(run: Run) -> AsyncIterator[Run]:
         await asyncio.gather(run.serving, return_exceptions=True)
 
 
-async def publish(
-    run: Run, version: int, *, group: str = "", buckets: int = 2, error: str = "", timeout: float = 10.0
-) -> PublishReply:
+async def publish(run: Run, version: int) -> PublishReply:
     """The publisher's two calls, without any broadcast."""
-    begin = await begin_publication(run, version, group=group, buckets=buckets)
-    return await commit_publication(run, version, begin.group_name, error=error, timeout=timeout)
+    begin = await begin_publication(run, version)
+    return await commit_publication(run, version, begin.group_name)
+
+
+async def still_waits(task: asyncio.Task[Any]) -> None:
+    """See that a call that has to wait does not return at once."""
+    done, _ = await asyncio.wait({task}, timeout=0.1)
+    assert not done, task.result()
 
 
 async def begin_publication(
-    run: Run,
-    version: int,
-    *,
-    group: str = "",
-    buckets: int = 2,
-    resync: bool = False,
+    run: Run, version: int, *, group: str = "", buckets: int = 2, resync: bool = False
 ) -> PublishBeginReply:
     specs = [TensorSpec(f"layer.{number}.weight", "float32", [2, 3]) for number in range(buckets)]
     message = PublishBegin(
@@ -252,15 +248,9 @@ async def begin_publication(
 
 
 async def commit_publication(
-    run: Run,
-    version: int,
-    group: str,
-    *,
-    error: str = "",
-    checksums: dict[str, str] | None = None,
-    timeout: float = 10.0,
+    run: Run, version: int, group: str, *, error: str = "", timeout: float = 10.0
 ) -> PublishReply:
-    message = PublishCommit(version=version, group_name=group, error=error, checksums=checksums or {})
+    message = PublishCommit(version=version, group_name=group, error=error)
     return await run.client.publish_commit(message, timeout=timeout)
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -25,11 +24,10 @@ from tests.gserver.harness import HERE, Run, managed, small_config
 LOGGER = "streamrl.gserver.manager.http"
 
 
-async def status_of(run: Run, key: str, headers: dict[str, str], *, body: Any = None) -> int:
+async def status_of(run: Run, key: str, headers: dict[str, str]) -> int:
     method, path = key.split(" ")
     async with aiohttp.ClientSession(headers=headers) as session:
-        content = msgspec.json.encode(body if body is not None else {})
-        data = content if method == "POST" else None
+        data = b"{}" if method == "POST" else None
         async with session.request(method, run.url + path, data=data) as response:
             await response.read()
             return response.status

@@ -11,7 +11,7 @@ from streamrl.gserver.manager.comparisons import Question, read_scores
 from streamrl.transport.control import Scores
 from streamrl.transport.generation import FinishReason, GenerateReply, MetaInfo, TokenLogprob
 from tests.gserver.harness import Run, managed, publish, small_config
-from tests.gserver.scripted import ScriptedGserver, scripted
+from tests.gserver.scripted import scripted
 
 TOKENS = [5, 6, 7, 8]
 SCORES = [-1.0, -1.0]
@@ -19,12 +19,6 @@ SCORES = [-1.0, -1.0]
 
 def question(version: int) -> Question:
     return Question(version, TOKENS, start=2)
-
-
-async def join(run: Run, *gservers: ScriptedGserver, first: int = 0) -> None:
-    for index, gserver in enumerate(gservers, start=first):
-        await run.register("gserver", index, address=gserver.url, pid=100 + index)
-    await run.until_live(*range(first, first + len(gservers)))
 
 
 async def scores_of(run: Run, version: int, *, count: int) -> list[Scores]:
@@ -37,7 +31,7 @@ async def scores_of(run: Run, version: int, *, count: int) -> list[Scores]:
 
 async def test_every_gserver_scores_every_version_once(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path, gserver={"count": 2})) as run, scripted(2) as gservers:
-        await join(run, *gservers)
+        await run.join(*gservers, workers=0)
         for version in range(3):
             if version:
                 assert (await publish(run, version)).done
@@ -58,7 +52,7 @@ async def test_every_gserver_scores_every_version_once(tmp_path: Path) -> None:
 async def test_the_adapter_of_the_version_is_named_where_servers_have_several(tmp_path: Path) -> None:
     config = small_config(tmp_path, model={"lora": {"rank": 2}}, gserver={"engine": "sglang"})
     async with managed(config) as run, scripted(version="0") as (gserver,):
-        await join(run, gserver)
+        await run.join(gserver, workers=0)
         for version in range(2):
             if version:
                 assert (await publish(run, version)).done
@@ -69,7 +63,7 @@ async def test_the_adapter_of_the_version_is_named_where_servers_have_several(tm
 
 async def test_what_is_not_served_yet_is_asked_about_once_it_is(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver)
+        await run.join(gserver, workers=0)
         run.manager.comparisons.ask(question(1))
         assert gserver.counts["/generate"] == 0
         assert (await publish(run, 1)).done
@@ -80,7 +74,7 @@ async def test_what_is_not_served_yet_is_asked_about_once_it_is(tmp_path: Path) 
 async def test_one_that_does_not_answer_holds_nobody_up_and_is_named(tmp_path: Path) -> None:
     config = small_config(tmp_path, gserver={"count": 2}, limits={"update_seconds": 30.0})
     async with managed(config) as run, scripted(2) as gservers:
-        await join(run, *gservers)
+        await run.join(*gservers, workers=0)
         gservers[1].faults["/generate"] = ["stall"]
         run.manager.comparisons.ask(question(0))
         assert [s.gserver for s in await scores_of(run, 0, count=1)] == ["gserver/0"]
@@ -95,7 +89,7 @@ async def test_one_that_does_not_answer_holds_nobody_up_and_is_named(tmp_path: P
 
 async def test_one_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver)
+        await run.join(gserver, workers=0)
         gserver.faults["/generate"] = ["error"]
         run.manager.comparisons.ask(question(0))
         (failed,) = await scores_of(run, 0, count=1)

@@ -24,8 +24,8 @@ async def everyone(run: Run) -> None:
         await run.register(role)  # type: ignore[arg-type]
 
 
-async def ended(run: Run, *, within: float = 3.0) -> None:
-    await asyncio.wait_for(asyncio.shield(run.serving), within)
+async def ended(run: Run) -> None:
+    await asyncio.wait_for(asyncio.shield(run.serving), 3.0)
 
 
 async def test_the_manager_leaves_once_everyone_was_told(tmp_path: Path) -> None:

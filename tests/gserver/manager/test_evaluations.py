@@ -33,11 +33,8 @@ from streamrl.transport.control import (
     Leave,
 )
 from streamrl.transport.generation import ServerInfo
-from tests.gserver.harness import NO_PROCESS, Run, managed, small_config
+from tests.gserver.harness import NO_PROCESS, Run, managed, small_config, still_waits
 from tests.gserver.scripted import scripted
-
-QUIET = 0.1
-"""Seconds in which a call that has to wait must not return."""
 
 
 def gserver_of(index: int, *, most_requests: int = 0) -> Gserver:
@@ -402,30 +399,14 @@ def evaluating(folder: Path, **sections: dict[str, Any]) -> Config:
     return small_config(folder, **({"evaluation": {"every": "1 step", "prompts": 3}} | sections))
 
 
-ROWS = DataFacts(rows=3)
-
-
-async def ask(run: Run, *, worker: int = 0, data: DataFacts = ROWS) -> list[Admission]:
-    message = Admit(worker=worker, count=1, data=data, held_out=True)
-    return (await asyncio.wait_for(run.client.admit(message), 30)).admissions
-
-
 async def take(run: Run, *, worker: int = 0) -> Admission:
-    (admission,) = await ask(run, worker=worker)
+    message = Admit(worker=worker, count=1, data=DataFacts(rows=3), held_out=True)
+    (admission,) = (await asyncio.wait_for(run.client.admit(message), 30)).admissions
     return admission
 
 
 async def end(run: Run, admission: Admission, **fields: Any) -> None:
     await run.client.held_out_result(result_of(admission, **fields))
-
-
-async def still_waits(task: asyncio.Task[Any]) -> None:
-    done, _ = await asyncio.wait({task}, timeout=QUIET)
-    assert not done
-
-
-async def load(run: Run, index: int) -> int:
-    return int((await run.process("gserver", index)).stats["groups_in_flight"])
 
 
 async def test_an_evaluation_goes_from_the_master_to_rollout_workers_and_back(tmp_path: Path) -> None:
@@ -462,14 +443,11 @@ async def test_an_evaluation_goes_from_the_master_to_rollout_workers_and_back(tm
 
 async def test_a_held_out_prompt_has_its_turn_though_groups_take_every_place(tmp_path: Path) -> None:
     async with managed(evaluating(tmp_path, trainer={"batch_groups": 100})) as run, scripted() as (gserver,):
-        await run.register("gserver", address=gserver.url)
-        for worker in (0, 1):
-            await run.register("rollout", worker)
-        await run.until_live(0)
+        await run.join(gserver, workers=2)
         run.manager._fleet.all()[0].info = ServerInfo(max_running_requests=1)  # one group fills it
         (running,) = await run.admit_seqs(1)
         groups = {asyncio.create_task(run.admit_seqs(1, worker=worker)): worker for worker in (0, 1)}
-        await asyncio.sleep(QUIET)  # both wait, as one of them will at any time
+        await asyncio.sleep(0.1)  # both wait, as one of them will at any time
         run.manager.evaluate(0, training_over=False)
         await take(run)  # the first prompt has its turn at once
         prompt = asyncio.create_task(take(run))
@@ -511,9 +489,7 @@ async def test_the_prompts_of_a_worker_that_is_gone_go_to_another(tmp_path: Path
 
 async def test_once_training_is_over_no_group_starts_and_the_evaluation_has_the_gservers(tmp_path: Path) -> None:
     async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
-        await run.register("gserver", address=gserver.url)
-        await run.register("rollout")
-        await run.until_live(0)
+        await run.join(gserver)
         assert await run.admit_seqs(1) == [0]
         run.manager.evaluate(4, training_over=True)
         admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))

@@ -78,15 +78,9 @@ def test_other_processes_have_some_of_the_states_of_a_gserver() -> None:
     of_weights = {MemberState.UNCHECKED, MemberState.SUSPECT, MemberState.EVICTED, MemberState.HANDING_OVER}
     assert reached_from(MemberState.SERVING, events, serves_weights=False) == set(MemberState) - of_weights
     worker = Member("rollout", 0)
-    for event, state in [
-        (MemberEvent.FELL_SILENT, MemberState.SILENT),
-        (MemberEvent.RETURNED, MemberState.SERVING),
-        (MemberEvent.DRAINED, MemberState.DRAINING),
-        (MemberEvent.EMPTIED, MemberState.LEAVING),
-        (MemberEvent.GAVE_UP, MemberState.GAVE_UP),
-    ]:
-        worker.handle(event)
-        assert worker.state is state
+    worker.handle(MemberEvent.FELL_SILENT)
+    worker.handle(MemberEvent.RETURNED)
+    assert worker.state is MemberState.SERVING, "without a check of its weights"
 
 
 def reached_from(state: MemberState, events: set[MemberEvent], *, serves_weights: bool) -> set[MemberState]:

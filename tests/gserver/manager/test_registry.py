@@ -6,7 +6,6 @@ import pytest
 
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.registry import Member, Registry
-from streamrl.transport.control import Register, Role
 
 LEASE = 2.0
 
@@ -52,34 +51,9 @@ def test_what_silent_gservers_and_those_that_were_replaced_were_asked_for_is_tol
     assert registry.unanswering(now=9.0) == [], "the new process replies at this address"
 
 
-def test_one_that_gave_up_stays_silent_whatever_it_says() -> None:
-    registry = Registry(lease_seconds=LEASE)
-    gserver = add(registry, Gserver(0, "http://a"))
-    registry.give_up(gserver)
-    assert not registry.hear(gserver, now=1.0)
-    assert (registry.silent(), registry.live("gserver")) == ([gserver], 0)
-    add(registry, Gserver(0, "http://b", pid=2), now=2.0)
-    assert (registry.silent(), registry.live("gserver")) == ([], 1)
-
-
 def test_nobody_is_silent_because_the_manager_stood_still() -> None:
     registry = Registry(lease_seconds=LEASE)
     add(registry, Gserver(0, "http://a"))
     registry.excuse(100.0)
     assert registry.notice_silence(now=101.0) == []
     assert registry.next_silence() == 102.0
-
-
-def registration(role: Role, index: int, *, pid: int = 1, address: str = "") -> Register:
-    return Register(role=role, index=index, address=address, config_digest="", pid=pid, host="h")
-
-
-def test_only_another_process_takes_a_place() -> None:
-    registry = Registry(lease_seconds=LEASE)
-    assert registry.registered(registration("rollout", 0)) is None
-    first = add(registry, Member("rollout", 0, pid=1, host="h"))
-    assert registry.registered(registration("rollout", 0)) is first
-    assert registry.registered(registration("rollout", 0, pid=2)) is None
-    second = Member("rollout", 0, pid=2, host="h")
-    assert registry.add(second, now=2.0) is first
-    assert registry.of("rollout") == [second]

@@ -41,12 +41,6 @@ def sampled(folder: Path, name: str = "by_results") -> Config:
     return small_config(folder, data={"sampler": f"{__name__}:{name}"})
 
 
-async def join(run: Run, url: str) -> None:
-    await run.register("gserver", address=url)
-    await run.register("rollout", pid=2)
-    await run.until_live(0)
-
-
 async def admit(run: Run, count: int) -> dict[int, int | None]:
     message = Admit(worker=0, count=count, data=DataFacts(ROWS))
     return {admission.seq: admission.row for admission in (await run.client.admit(message)).admissions}
@@ -54,7 +48,7 @@ async def admit(run: Run, count: int) -> dict[int, int | None]:
 
 async def test_rows_follow_the_results_and_stay_with_their_groups(tmp_path: Path) -> None:
     async with scripted() as [gserver], managed(config := sampled(tmp_path)) as run:
-        await join(run, gserver.url)
+        await run.join(gserver)
         assert await admit(run, 2) == {0: 10, 1: 10}
         await run.client.reject(Reject(worker=0, seq=0, reason="left out", reward=1.0))
         run.take(1)
@@ -69,7 +63,7 @@ async def test_rows_follow_the_results_and_stay_with_their_groups(tmp_path: Path
         (checkpoint / progress.FILE).write_bytes(msgspec.json.encode(saved))
     resumed = progress.resuming(config, checkpoint.parent)
     async with scripted() as [gserver], managed(resumed) as run:
-        await join(run, gserver.url)
+        await run.join(gserver)
         kept = await run.client.keep(Keep(0, [GroupInHand(4, gserver.url, row=40), GroupInHand(2, row=12)]))
         assert kept.kept == [4], "group 2 was made of another row"
         assert await admit(run, 1) == {2: 11}
@@ -84,7 +78,7 @@ async def test_a_sampler_that_fails_ends_the_run_with_its_name(
 ) -> None:
     monkeypatch.setattr(row_sampler, "SAMPLER_SECONDS", 0.5 if name == "hangs" else 30.0)
     async with scripted() as [gserver], managed(sampled(tmp_path, name)) as run:
-        await join(run, gserver.url)
+        await run.join(gserver)
         assert await admit(run, 1) == {}
         status = await run.until(lambda status: status.state == "failed")
         assert "data.sampler: " in status.message

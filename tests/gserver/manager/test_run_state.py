@@ -24,10 +24,8 @@ class Places:
         return who
 
 
-async def in_line(
-    line: WaitingQueue[int], places: Places, count: int, *, timeout: float = 30.0
-) -> list[asyncio.Task[int | None]]:
-    tasks = [asyncio.create_task(line.find(lambda who=who: places.take(who), timeout=timeout)) for who in range(count)]
+async def in_line(line: WaitingQueue[int], places: Places, count: int) -> list[asyncio.Task[int | None]]:
+    tasks = [asyncio.create_task(line.find(lambda who=who: places.take(who), timeout=30.0)) for who in range(count)]
     while len(line) < count:  # noqa: ASYNC110
         await asyncio.sleep(0)
     return tasks

@@ -30,6 +30,8 @@ def test_an_adapter_is_trained_published_and_gone_on_from(tmp_path: Path) -> Non
     made = [step["metrics"] for step in steps(run_dir)]
     assert len(made) == 15
     assert largest_difference(run_dir) < 1e-3
+    brought = [metrics["publish_bytes"] for metrics in made]
+    assert max(brought[:10]) < min(brought[10:]) / 3, "the adapter alone, until it is merged"
     assert made[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert made[-1]["kl"] > 1e-3  # the reference has stayed what it was
     final = run_dir / "checkpoints" / "final"

@@ -24,8 +24,7 @@ from streamrl.config import Config
 from streamrl.gserver.server.engine import Text
 from streamrl.models import ensure_checkpoint
 from streamrl.rollout.generation import GroupRoute
-from streamrl.trainer.worker.publisher import Publisher, carriers_for
-from streamrl.transport.addresses import LOOPBACK
+from streamrl.trainer.worker.publisher import Publisher
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from streamrl.transport.keys import bearer, control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
@@ -33,7 +32,7 @@ from tests.e2e.harness import Command, start_command
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.gserver.installed import sglang_python, vllm_python
 from tests.gserver.running_sglang import KEY_VARIABLE, MAX_CONTEXT, MAX_RUNNING, SCRATCH, START_SECONDS
-from tests.weights import FixedWeights
+from tests.weights import FixedWeights, cpu_publisher
 
 MODES: list[PauseMode] = ["in_place", "retract", "abort"]
 Way = Literal["collective", "disk", "shared_memory"]
@@ -275,15 +274,7 @@ async def contract(
 
 def publisher_for(config: Config, control: ControlClient, way: Way) -> Publisher:
     """One that brings weights in the way of `weights.mode = way`; the manager takes them as they come."""
-    config = msgspec.structs.replace(config, weights=msgspec.structs.replace(config.weights, mode=way))
-    return Publisher(
-        client=control,
-        config=config,
-        carriers=carriers_for(
-            config, reach=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
-        ),
-        in_thread=asyncio.to_thread,
-    )
+    return cpu_publisher(configuration.overridden(config, [f"weights.mode={way}"]), control)
 
 
 @asynccontextmanager

@@ -21,10 +21,7 @@ async def fleet(
 ) -> AsyncIterator[tuple[Run, list[ScriptedGserver]]]:
     config = small_config(folder, gserver={"count": count}, weights=weights, limits={"update_seconds": timeout})
     async with managed(config) as run, scripted(count, staged=staged) as gservers:
-        for index, gserver in enumerate(gservers):
-            await run.register("gserver", index, address=gserver.url, pid=100 + index)
-        await run.register("rollout")
-        await run.until_live(*range(count))
+        await run.join(*gservers)
         for gserver in gservers:
             gserver.calls.clear()
         yield run, gservers

@@ -19,6 +19,7 @@ from tests.gserver.harness import (
     keep_beating,
     live_gservers,
     publish,
+    still_waits,
 )
 from tests.gserver.scripted import Fault, scripted
 from tests.gserver.updates.scripted_fleet import TIMEOUT, calls_of_an_update, each, fleet
@@ -97,43 +98,21 @@ async def test_a_server_takes_a_place_in_the_group_for_each_of_its_ranks(tmp_pat
         assert gservers[3].bodies[INIT][-1]["rank_offset"] == 4
 
 
-async def test_a_group_is_formed_once_for_the_same_members(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, gservers):
+async def test_a_group_is_formed_once_for_the_same_members_and_publisher(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers), scripted() as (restarted,):
         _, group = await attempt(run, 1)
-        reply, again = await attempt(run, 2, group=group)
+        reply, same = await attempt(run, 2, group=group)
+        assert (reply.done, same) == (True, group)
+        assert [(gserver.counts[INIT], gserver.counts[DESTROY]) for gserver in gservers] == [(1, 0)] * 2
+        reply, of_another_publisher = await attempt(run, 3)
         assert reply.done
-        assert again == group
-        assert [gserver.counts[INIT] for gserver in gservers] == [1, 1]
-        assert [gserver.counts[DESTROY] for gserver in gservers] == [0, 0]
-
-
-async def test_a_publisher_without_the_group_gets_a_new_one(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, gservers):
-        _, group = await attempt(run, 1)
-        reply, other = await attempt(run, 2)
-        assert reply.done
-        assert other != group
+        assert of_another_publisher != group
         assert [gserver.bodies[DESTROY] for gserver in gservers] == [[{"group_name": group}]] * 2
-
-
-async def test_a_restarted_gserver_makes_a_new_group(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, _), scripted() as (restarted,):
-        _, group = await attempt(run, 1)
         await run.register("gserver", 1, address=restarted.url, pid=777)
-        reply, other = await attempt(run, 2, group=group)
+        reply, with_another = await attempt(run, 4, group=of_another_publisher)
         assert reply.done
-        assert other != group
-        assert restarted.weight_version == "2"
-
-
-async def test_generation_goes_on_until_the_commit(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, gservers):
-        begin = await begin_publication(run, 1)
-        status = await run.until(lambda s: s.publication["state"] == "waiting_commit")
-        assert status.publication["gservers"] == {"gserver/0": "", "gserver/1": ""}
-        assert status.ledger.policy_version == 0
-        assert [gserver.counts[PAUSE] for gserver in gservers] == [0, 0]
-        assert (await commit_publication(run, 1, begin.group_name)).done
+        assert with_another != of_another_publisher
+        assert restarted.weight_version == "4"
 
 
 async def test_a_version_that_is_served_is_not_published_again(tmp_path: Path) -> None:
@@ -319,8 +298,7 @@ async def test_an_update_waits_for_a_gserver_to_join(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1, timeout=30.0) as (run, (dead,)), scripted() as (fresh,):
         await dead.die()
         publication = asyncio.create_task(publish(run, 1))
-        done, _ = await asyncio.wait({publication}, timeout=0.1)
-        assert not done
+        await still_waits(publication)
         await run.register("gserver", 0, address=fresh.url, pid=888)
         assert (await asyncio.wait_for(publication, 30)).done
         assert fresh.weight_version == "1"

@@ -17,6 +17,7 @@ from tests.gserver.harness import (
     commit_publication,
     keep_beating,
     live_gservers,
+    still_waits,
 )
 from tests.gserver.scripted import Fault, scripted
 from tests.gserver.updates.scripted_fleet import calls_of_an_update, each, fleet
@@ -35,11 +36,10 @@ async def publish(
     version: int,
     *,
     machine: str = "",
-    gpu: str = "",
     checksums: dict[str, str] | None = None,
     resync: bool = False,
 ) -> PublishReply:
-    snapshot = Snapshot(folder=f"/weights/v{version}", machine=machine, gpu=gpu)
+    snapshot = Snapshot(folder=f"/weights/v{version}", machine=machine)
     begin = await run.client.publish_begin(PublishBegin(version=version, weights=snapshot, resync=resync), timeout=20.0)
     message = PublishCommit(version=version, group_name=begin.group_name, checksums=checksums or {})
     return await run.client.publish_commit(message, timeout=20.0)
@@ -164,8 +164,7 @@ async def test_a_gserver_that_cannot_be_resynced_waits_for_the_next_version(tmp_
             await run.beat("gserver", 1)
             await run.until(lambda _, checks=checks: late.counts["/model_info"] > checks)
         waiting = asyncio.create_task(run.manager.resync_needed())
-        done, _ = await asyncio.wait({waiting}, timeout=0.3)
-        assert not done
+        await still_waits(waiting)
         assert (await publish(run, 2)).done
         assert live_gservers(await run.client.status()) == {0, 1}
         waiting.cancel()
@@ -202,8 +201,7 @@ async def test_the_publisher_is_asked_for_weights_that_only_it_has(tmp_path: Pat
         begin = await begin_publication(run, 1)
         assert (await commit_publication(run, 1, begin.group_name)).done
         waiting = asyncio.create_task(run.manager.resync_needed())
-        done, _ = await asyncio.wait({waiting}, timeout=0.2)
-        assert not done
+        await still_waits(waiting)
         await run.register("gserver", 1, address=late.url)
         wanted = await asyncio.wait_for(waiting, 10)
         assert wanted == ["gserver/1"]

@@ -15,38 +15,30 @@ from streamrl.checksum import tensor_sums
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.updates import calls
 from streamrl.gserver.updates.calls import WeightCalls
-from streamrl.trainer.worker.publisher import Publisher, carriers_for
-from streamrl.transport.addresses import LOOPBACK
+from streamrl.trainer.worker.publisher import Publisher
 from streamrl.transport.generation import GenerationClient
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.gserver.scripted import ScriptedGserver, scripted
-from tests.weights import FixedWeights
+from tests.weights import FixedWeights, cpu_publisher
 
 ADAPTER = {"base_model.model.layer.lora_A.weight": torch.ones(2, 3)}
 SUMS = {name: tensor_sums(tensor) for name, tensor in ADAPTER.items()}
 
 
 @asynccontextmanager
-async def publishing(
-    folder: Path, *gservers: ScriptedGserver, pause_mode: str = "in_place"
-) -> AsyncIterator[tuple[Run, Publisher]]:
+async def publishing(folder: Path, *gservers: ScriptedGserver) -> AsyncIterator[tuple[Run, Publisher]]:
     """A run with `gservers`, and its publisher of adapters."""
     config = small_config(
         folder,
         model={"lora": {"rank": 2}},
         gserver={"engine": "sglang", "count": len(gservers)},
-        weights={"pause_mode": pause_mode},
         limits={"update_seconds": 5.0},
     )
     async with managed(config) as run:
-        for index, gserver in enumerate(gservers):
+        for gserver in gservers:
             gserver.sums = SUMS
-            await run.register("gserver", index, address=gserver.url, pid=100 + index)
-        await run.until_live(*range(len(gservers)))
-        carriers = carriers_for(
-            config, reach=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
-        )
-        publisher = Publisher(client=run.client, config=config, carriers=carriers, in_thread=asyncio.to_thread)
+        await run.join(*gservers, workers=0)
+        publisher = cpu_publisher(config, run.client)
         for gserver in gservers:
             gserver.calls.clear()
         yield run, publisher

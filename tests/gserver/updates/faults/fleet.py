@@ -21,8 +21,7 @@ from streamrl.config import Config, SamplingConfig
 from streamrl.models import ensure_checkpoint
 from streamrl.rollout.generation import Generator as Responses
 from streamrl.rollout.generation import GroupRoute, token_versions, unmixed
-from streamrl.trainer.worker.publisher import Publisher, carriers_for
-from streamrl.transport.addresses import LOOPBACK
+from streamrl.trainer.worker.publisher import Publisher
 from streamrl.transport.generation import (
     GenerateReply,
     GenerateRequest,
@@ -37,7 +36,7 @@ from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.gserver.running_sglang import GROUP_SECONDS, KEY_VARIABLE, SCRATCH, RunningSglang
 from tests.gserver.updates.faults.places import Places, embedded_places, sglang_places
 from tests.gserver.updates.faults.proxy import Armed, Fault, Proxy, listening
-from tests.weights import FixedWeights
+from tests.weights import FixedWeights, cpu_publisher
 
 TIMEOUT = {"embedded": 3.0, "sglang": GROUP_SECONDS}
 """Of each wait in an update, in seconds; SGLang's scheduler answers between two steps only."""
@@ -77,15 +76,7 @@ class FaultyFleet:
         self.publisher = self.new_publisher()
 
     def new_publisher(self) -> Publisher:
-        config = self.run.config
-        return Publisher(
-            client=self.control,
-            config=config,
-            carriers=carriers_for(
-                config, reach=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
-            ),
-            in_thread=asyncio.to_thread,
-        )
+        return cpu_publisher(self.run.config, self.control)
 
     async def replace_publisher(self) -> None:
         """As after the death of the trainer's rank 0."""
@@ -110,8 +101,8 @@ class FaultyFleet:
                 if self.run.manager.ledger.policy_version == self.version:
                     await self.publisher.publish(self.version, FixedWeights(self.weights(self.version)), resync=True)
 
-    def arm(self, path: str, fault: Fault, *, skip: int = 0, gserver: int = 1) -> Armed:
-        armed = self.proxies[gserver].armed = Armed(path, fault, skip)
+    def arm(self, path: str, fault: Fault, *, skip: int) -> Armed:
+        armed = self.proxies[1].armed = Armed(path, fault, skip)
         return armed
 
     async def restart(self, index: int) -> None:
@@ -261,7 +252,7 @@ def request(tokens: int) -> GenerateRequest:
     return GenerateRequest(input_ids=PROMPT, sampling_params=params, return_logprob=True)  # type: ignore[arg-type]
 
 
-def fleet_config(engine: str, folder: Path, mode: str, *, timeout: float | None = None) -> Config:
+def fleet_config(engine: str, folder: Path, mode: str) -> Config:
     sglang = {"addresses": [f"http://stands.for.{index}" for index in range(GSERVERS)]}
     own = {"engine": engine, "sglang": sglang, "api_key_env": KEY_VARIABLE} if engine == "sglang" else {}
     return small_config(
@@ -274,18 +265,16 @@ def fleet_config(engine: str, folder: Path, mode: str, *, timeout: float | None 
         # `retract`, so that every token can be compared: nothing of the old weights is attended to
         weights={"mode": mode, "bucket_mb": 0.2, "pause_mode": "retract"}
         | ({"attempts": SGLANG_ATTEMPTS} if engine == "sglang" else {}),
-        limits={"update_seconds": timeout or TIMEOUT[engine], "heartbeat_seconds": 0.1, "silence_seconds": 5.0},
+        limits={"update_seconds": TIMEOUT[engine], "heartbeat_seconds": 0.1, "silence_seconds": 5.0},
     )
 
 
 @asynccontextmanager
 async def faulty_fleet(
-    folder: Path, mode: str, *, engine: str = "embedded", running: RunningSglang, timeout: float | None = None
+    folder: Path, mode: str, *, engine: str = "embedded", running: RunningSglang
 ) -> AsyncIterator[FaultyFleet]:
-    """Two gservers that serve version 0, with generation under way; what fails in the background fails the test.
-
-    `timeout`: of each wait in an update, if not `TIMEOUT`."""
-    config = fleet_config(engine, folder, mode, timeout=timeout)
+    """Two gservers that serve version 0, with generation under way; what fails in the background fails the test."""
+    config = fleet_config(engine, folder, mode)
     config_file = folder / "config.toml"
     config_file.write_text(configuration.to_toml(config))
     model_dir = ensure_checkpoint(config, cache=folder / "cache")

@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,6 @@ from streamrl.errors import Refused
 from streamrl.gserver.server.engine import Job, Output, QueueFull, Ticket
 from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.transport.generation import SamplingParams
-from tests.gserver.rank0 import rank0
-from tests.gserver.serving import serving
-from tests.gserver.tiny import make_model, save
 
 
 def make_engine(**settings: Any) -> SimulatedEngine:
@@ -115,28 +111,3 @@ async def test_aborts(engine: SimulatedEngine) -> None:
     outputs = [await ticket.result() for ticket in tickets]
     assert {output.finish_reason and output.finish_reason.type for output in outputs} == {"abort"}
     assert engine.stats()["running"] == engine.stats()["queued"] == 0
-
-
-async def test_behind_the_server_with_a_real_weight_group(tmp_path: Path) -> None:
-    folder = save(make_model(), tmp_path)
-    async with serving(folder, engine="simulated") as client, rank0() as publisher:
-        info = await client.get("/server_info")
-        assert (info["engine"], info["staged_weight_update"]) == ("simulated", True)
-        body = {"input_ids": [49_000, 5], "sampling_params": {"max_new_tokens": 9}, "return_logprob": True}
-        body |= {"logprob_start_len": 0, "top_logprobs_num": 2}
-        answer = await client.post("/generate", body)
-        assert 1 <= answer["meta_info"]["completion_tokens"] <= 9
-        group = {"master_address": "127.0.0.1", "master_port": await publisher.form(), "rank_offset": 1}
-        group |= {"world_size": 2, "group_name": publisher.group, "backend": "gloo"}
-        await client.post("/init_weights_update_group", group)
-        assert await publisher.answer() == "formed"
-        await client.post("/begin_weight_update")
-        publisher.tell("send", file=str(folder / "model.safetensors"), names=["model.norm.weight"])
-        message = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "weight_version": "4"}
-        message |= {"group_name": publisher.group}
-        await client.post("/update_weights_from_distributed", message)
-        assert await publisher.answer() == "sent"
-        assert (await client.get("/model_info"))["weight_version"] == "default"
-        await client.post("/end_weight_update")
-        assert (await client.get("/model_info"))["weight_version"] == "4"
-        assert (await client.post("/weights_checker"))["total"] == "4"

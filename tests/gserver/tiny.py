@@ -147,6 +147,12 @@ def response_logprobs(model: Any, prompt_ids: Sequence[int], output_ids: Sequenc
     return every[len(prompt_ids) - 1 : -1].gather(1, torch.tensor(output_ids)[:, None])[:, 0]
 
 
+def assert_sampled(model: Any, prompt_ids: Sequence[int], output: Output, *, atol: float = 1e-4) -> None:
+    """The tokens of a response have the log-probabilities that `model` gives them."""
+    expected = response_logprobs(model, prompt_ids, output.output_ids)
+    torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=atol, rtol=0)
+
+
 @asynccontextmanager
 async def engine_for(folder: Path, **settings: Any) -> AsyncIterator[EmbeddedEngine]:
     """A started engine."""

@@ -6,20 +6,16 @@ One gserver for each engine and pause mode serves the tests of this package, whi
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-import msgspec
 import pytest
 
-from streamrl.config import SamplingConfig
 from streamrl.errors import PeerError
-from streamrl.rollout.generation import Generator, GroupRoute, check_reply, token_versions
+from streamrl.rollout.generation import check_reply, token_versions
 from streamrl.transport.generation import (
     AbortRequest,
     GenerationClient,
     PauseGeneration,
     PauseMode,
-    SamplingParams,
     WeightsChecker,
 )
 from tests.gserver.contract.fixture import (
@@ -102,51 +98,6 @@ async def test_an_aborted_request_answers_with_what_it_has(gserver: Contract) ->
     assert len(reply.output_ids) < gserver.long
     assert output_logprobs(reply) == pytest.approx(gserver.logprobs(PROMPT, reply.output_ids), abs=TOLERANCE)
     assert len((await other).output_ids) == 30
-
-
-@served(*(("embedded", mode, 1) for mode in MODES))
-async def test_a_stream_goes_on_through_a_weight_update(gserver: Contract) -> None:
-    told: list[int] = []
-    begun = asyncio.Event()
-
-    def take(tokens: list[int]) -> None:
-        told.extend(tokens)
-        begun.set()
-
-    before = gserver.version
-    generator = Endless(
-        gserver.client,
-        sampling=SamplingConfig(),
-        seed=0,
-        patience=60.0,
-        tokens_per_request=MOST_TOKENS,
-        decode=gserver.text.decode,
-        eos_token_ids=(),
-        policy_version=lambda: before,
-    )
-    route = GroupRoute(gserver.url, find_another=same)
-    streaming = asyncio.create_task(
-        generator.generate(PROMPT, max_new_tokens=gserver.long, rid="streamed", route=route, on_tokens=take)
-    )
-    async with asyncio.timeout(60):
-        await begun.wait()
-    await gserver.publish(1.01)
-    generation = await streaming
-    assert told == generation.output_ids
-    assert len(told) == gserver.long
-    assert set(generation.versions) == {before, before + 1}
-    assert generation.versions == sorted(generation.versions)
-
-
-class Endless(Generator):
-    """Responses go on to their limit."""
-
-    def _params(self, *args: Any, **more: Any) -> SamplingParams:
-        return msgspec.structs.replace(super()._params(*args, **more), ignore_eos=True)
-
-
-async def same(failed: str) -> str:
-    return failed
 
 
 async def test_a_request_that_has_not_begun_can_be_aborted(gserver: Contract) -> None:

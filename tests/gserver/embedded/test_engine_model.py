@@ -15,6 +15,7 @@ from streamrl.errors import ModelError
 from streamrl.gserver.embedded.architecture import read_architecture
 from tests.gserver.tiny import (
     SHAPES,
+    assert_sampled,
     engine_for,
     generate,
     job,
@@ -55,8 +56,7 @@ async def test_sampled_logprobs_are_those_of_transformers(shape: str, tmp_path: 
         outputs = await generate(engine, jobs)
     for one, output in zip(jobs, outputs, strict=True):
         assert len(output.output_ids) == one.params.max_new_tokens
-        expected = response_logprobs(model, one.input_ids, output.output_ids)
-        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
+        assert_sampled(model, one.input_ids, output)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -84,10 +84,8 @@ async def test_siblings_and_later_turns_share_what_was_computed(tmp_path: Path) 
         [later] = await generate(engine, [job("c", turn)])
     assert later.cached_tokens >= 60
     for output in [*first, *late]:
-        expected = response_logprobs(model, shared, output.output_ids)
-        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
-    expected = response_logprobs(model, turn, later.output_ids)
-    assert torch.allclose(torch.tensor(later.logprobs), expected, atol=1e-4)
+        assert_sampled(model, shared, output)
+    assert_sampled(model, turn, later)
     assert len({tuple(output.output_ids) for output in [*first, *late]}) > 6
 
 
@@ -100,8 +98,7 @@ async def test_copies_into_named_views_update_the_fused_weights(shape: str, tmp_
         await engine._do(lambda: parameters.update(weights_of(new)))
         assert (await engine.checksum()).total == weights_checksum(weights_of(new)).total
         [output] = await generate(engine, [job("a", prompt(20))])
-    expected = response_logprobs(new, prompt(20), output.output_ids)
-    assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
+    assert_sampled(new, prompt(20), output)
 
 
 @pytest.mark.parametrize("start", [0, 1, 13])

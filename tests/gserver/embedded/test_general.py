@@ -18,7 +18,7 @@ from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.embedded.general import BatchedModel, GeneralScheduler
 from streamrl.gserver.server.engine import Output
 from streamrl.gserver.server.receiver import StagedWeights
-from tests.gserver.tiny import engine_for, generate, job, response_logprobs
+from tests.gserver.tiny import assert_sampled, engine_for, generate, job
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [20, 21, 22]]
 
@@ -36,8 +36,7 @@ def named(model: Any) -> dict[str, torch.Tensor]:
 
 def check(outputs: list[Output], model: Any) -> None:
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        expected = response_logprobs(model, prompt, output.output_ids)
-        assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-4
+        assert_sampled(model, prompt, output)
 
 
 async def update(engine: EmbeddedEngine, model: Any, version: str) -> None:
@@ -83,8 +82,7 @@ async def test_a_retracted_response_continues_with_the_new_weights(tmp_path: Pat
         await engine.resume()
         output = await ticket.result()
     assert len(output.output_ids) == 200
-    expected = response_logprobs(loaded(folder), PROMPTS[0], output.output_ids)
-    assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-4
+    assert_sampled(loaded(folder), PROMPTS[0], output)
 
 
 async def test_settings_of_the_fast_engine_are_refused_by_name(tmp_path: Path) -> None:

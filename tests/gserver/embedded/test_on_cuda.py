@@ -11,6 +11,7 @@ from streamrl.checksum import checksums, copy_and_sum, tensor_sums, weights_chec
 from tests.devices import DEVICE, ON_DEVICE
 from tests.gserver.tiny import (
     SHAPES,
+    assert_sampled,
     engine_for,
     generate,
     job,
@@ -39,8 +40,7 @@ async def test_sampled_logprobs_are_those_of_transformers(shape: str, tmp_path: 
         outputs = await generate(engine, jobs)
     for one, output in zip(jobs, outputs, strict=True):
         assert len(output.output_ids) == one.params.max_new_tokens
-        expected = response_logprobs(model, one.input_ids, output.output_ids)
-        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=TOLERANCE)
+        assert_sampled(model, one.input_ids, output, atol=TOLERANCE)
 
 
 async def test_greedy_tokens_are_among_the_likeliest(tmp_path: Path) -> None:
@@ -80,11 +80,9 @@ async def test_what_was_computed_is_continued_and_scored(tmp_path: Path) -> None
         )
     assert later.cached_tokens >= 60
     for output in first:
-        expected = response_logprobs(model, shared, output.output_ids)
-        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=TOLERANCE)
+        assert_sampled(model, shared, output, atol=TOLERANCE)
     for ids, output in ((turn, later), (prompt(400), long)):
-        expected = response_logprobs(model, ids, output.output_ids)
-        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=TOLERANCE)
+        assert_sampled(model, ids, output, atol=TOLERANCE)
     of_prompt = logprobs_of(model, turn)[:-1].gather(1, torch.tensor(turn[1:])[:, None])[:, 0]
     assert torch.allclose(torch.tensor(scored.input_logprobs[1:]), of_prompt, atol=TOLERANCE)
 
@@ -106,8 +104,7 @@ async def test_new_weights_are_served_and_have_the_checksum_of_those_on_the_cpu(
         await engine.load(other, "1")
         assert (await engine.checksum()).total == weights_checksum(weights_of(new)).total
         [output] = await generate(engine, [job("b", prompt(30))])
-    expected = response_logprobs(new, prompt(30), output.output_ids)
-    assert torch.allclose(torch.tensor(output.logprobs), expected, atol=TOLERANCE)
+    assert_sampled(new, prompt(30), output, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.embedded.scheduler import CHUNK_TOKENS
-from streamrl.gserver.server.engine import Output
 from tests.gserver.embedded.test_engine_requests import grown
-from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, response_logprobs, save
+from tests.gserver.tiny import assert_sampled, engine_for, generate, job, make_model, prompt, save
 
 LONG = 900
 
@@ -28,9 +26,7 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(model, tmp_path_factory.mktemp("model"))
 
 
-def check(model: Any, prompt_ids: Sequence[int], output: Output) -> None:
-    expected = response_logprobs(model, prompt_ids, output.output_ids)
-    assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-5)
+check = partial(assert_sampled, atol=1e-5)
 
 
 async def test_turns_share_what_finished_turns_left_though_others_came_between(folder: Path, model: Any) -> None:

@@ -20,8 +20,6 @@ from tests.gserver.server import hanging_gserver
 from tests.gserver.serving import Client, serving
 from tests.gserver.tiny import make_model, prompt, response_logprobs, save, weights_of
 
-LONG = 600
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -103,61 +101,6 @@ async def test_a_staged_update(folder: Path, new_file: str, publisher: Rank0) ->
 def assert_logprobs(answer: Any, expected: torch.Tensor) -> None:
     given = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
     assert torch.allclose(given, expected, atol=1e-4)
-
-
-@torch.inference_mode()
-def logprobs_across(models: list[Any], ends: list[int], prompt_ids: list[int], output_ids: list[int]) -> torch.Tensor:
-    """Replay of a response whose tokens up to `ends[i]` were made by `models[i]`, on kept keys and values."""
-    cache = None
-    rows = []
-    tokens = [*prompt_ids, *output_ids]
-    start = 0
-    for model, end in zip(models, ends, strict=True):
-        stop = len(prompt_ids) + end - 1
-        result = model(torch.tensor([tokens[start:stop]]), past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
-        rows.append(result.logits[0])
-        start = stop
-    logprobs = torch.cat(rows)[len(prompt_ids) - 1 :].log_softmax(-1)
-    return logprobs.gather(1, torch.tensor(output_ids)[:, None])[:, 0]
-
-
-@pytest.mark.parametrize("mode", ["in_place", "retract", None])
-async def test_versions_of_tokens_across_an_update(mode: str | None, folder: Path, tmp_path: Path) -> None:
-    old, new = make_model(seed=0), make_model(seed=1)
-    checkpoint = save(new, tmp_path)
-    async with serving(folder) as client:
-        body = {
-            "input_ids": prompt(9),
-            "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True},
-            "return_logprob": True,
-        }
-        events = client.events(body)
-        async for event in events:
-            if len(event["output_ids"]) >= 5:
-                break
-        if mode is not None:
-            await client.post("/pause_generation", {"mode": mode})
-        await client.post("/update_weights_from_disk", {"model_path": str(checkpoint), "weight_version": "3"})
-        if mode is not None:
-            await client.post("/continue_generation")
-        answer = [event async for event in events][-2]
-        late = await client.post("/generate", body)
-    spans = answer["meta_info"]["weight_versions"]
-    assert [span["version"] for span in spans] == ["default", "3"]
-    swap = spans[0]["end"]
-    assert [(span["start"], span["end"]) for span in spans] == [(0, swap), (swap, LONG)]
-    assert 5 <= swap < LONG
-    assert answer["meta_info"]["num_retractions"] if mode == "retract" else True
-    if mode == "retract":
-        tokens = answer["output_ids"]
-        recomputed = response_logprobs(new, prompt(9), tokens)
-        expected = torch.cat((response_logprobs(old, prompt(9), tokens)[:swap], recomputed[swap:]))
-    else:
-        expected = logprobs_across([old, new], [swap, LONG], prompt(9), answer["output_ids"])
-    assert_logprobs(answer, expected)
-    assert_logprobs(late, response_logprobs(new, prompt(9), late["output_ids"]))
-    assert late["meta_info"]["weight_versions"] == [{"version": "3", "start": 0, "end": LONG}]
 
 
 async def test_generation_goes_on_while_weights_arrive(folder: Path, new_file: str, publisher: Rank0) -> None:

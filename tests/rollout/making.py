@@ -15,7 +15,7 @@ from streamrl.rollout.workflows import Session, TrajectoryBuilder, Workflow
 from streamrl.transport import codec
 from streamrl.transport.generation import GenerationClient
 from streamrl.types import Generation, Prompt, Trajectory, TrajectoryGroup
-from tests.rollout.engine import Engine, Script, answer, serving
+from tests.rollout.engine import Engine, answer, serving
 from tests.rollout.sessions import CHAT, no_other
 
 
@@ -89,10 +89,10 @@ def route_to(url: str = "") -> GroupRoute:
 
 
 @asynccontextmanager
-async def engine_and_client(script: Script | None = None) -> AsyncIterator[tuple[Engine, GenerationClient]]:
-    """A gserver that returns two tokens for each request, unless there is a `script`."""
+async def engine_and_client() -> AsyncIterator[tuple[Engine, GenerationClient]]:
+    """A gserver that returns two tokens for each request."""
     client = GenerationClient(timeout=10)
-    async with serving(script or (lambda request, number: answer([4, 2], version="0"))) as engine:
+    async with serving(lambda request, number: answer([4, 2], version="0")) as engine:
         try:
             yield engine, client
         finally:

@@ -47,12 +47,7 @@ class Manager:
         self.heartbeats: list[Heartbeat] = []
         self.failed: list[FailRun] = []
         self.registered: list[Register] = []
-        self.in_flight_told: list[tuple[int, int, int]] = []
         self.reroute: Callable[[AskRoute], str] = lambda message: self.gserver
-        self.served_version = 0
-        """Policy version in replies to /admit; heartbeats have version 0 throughout."""
-        self.failures = 0
-        """How many of the next calls of /admit and /reject are answered 500."""
         self.lineage = "first"
         self.lineages: list[Lineage] = []
         self.kept: list[set[int]] = []
@@ -114,20 +109,17 @@ class Manager:
         return KeepReply(kept=sorted(self.kept[-1] - self.refused), policy_version=self.policy_version)
 
     async def admit(self, message: Admit) -> msgspec.Struct:
-        self._maybe_fail()
         self.asked.append(message.count)
         async with self._changed:
             await self._changed.wait_for(lambda: self._seqs or self.stop)
             given, self._seqs = self._seqs[: message.count], self._seqs[message.count :]
         admissions = [Admission(seq, self.gserver, permit_for(seq, f"rollout/{message.worker}")) for seq in given]
-        return AdmitReply(admissions=admissions, policy_version=self.served_version, stop=self.stop)
+        return AdmitReply(admissions=admissions, policy_version=0, stop=self.stop)
 
     async def route(self, message: AskRoute) -> msgspec.Struct:
         return RouteReply(gserver=self.reroute(message))
 
     async def in_flight(self, message: InFlight) -> msgspec.Struct:
-        for group in message.groups:
-            self.in_flight_told.append((group.seq, group.requests, group.tokens))
         return InFlightReply(pause_seconds=0.02)
 
     async def fail_run(self, message: FailRun) -> msgspec.Struct:
@@ -135,16 +127,10 @@ class Manager:
         return Done()
 
     async def reject(self, message: Reject) -> msgspec.Struct:
-        self._maybe_fail()
         async with self._changed:
             self.rejected[message.seq] = message.reason
             self._changed.notify_all()
         return Done()
-
-    def _maybe_fail(self) -> None:
-        if self.failures:
-            self.failures -= 1
-            raise web.HTTPInternalServerError(text="scripted")
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ from typing import Any
 
 from streamrl.config import RewardConfig, SamplingConfig
 from streamrl.rollout.activity import Activity
-from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generator, GroupRoute
 from streamrl.rollout.workflows import Session
 from streamrl.transport.generation import GenerationClient
@@ -29,19 +28,16 @@ async def no_other(failed: str) -> str:
 async def session(
     *texts: str,
     rewards: Any = None,
-    chat: ChatTokenizer = CHAT,
     script: Script | None = None,
     failures_score_zero: bool = False,
     reward: RewardConfig | None = None,
     max_context: int = 400,
     activity: Activity | None = None,
-    before_scoring: Any = None,
     tokens: int = 50,
-    **more: Any,
 ) -> AsyncIterator[tuple[Session, Engine]]:
     """A session whose engine says `texts` one after another, at versions 0, 1, …, or follows `script`."""
     replies = [
-        answer(chat.encode(text), version=str(i), finish="stop" if text.endswith(">") else "length", **more)
+        answer(CHAT.encode(text), version=str(i), finish="stop" if text.endswith(">") else "length")
         for i, text in enumerate(texts)
     ]
     client = GenerationClient(timeout=10)
@@ -57,18 +53,17 @@ async def session(
                     seed=0,
                     patience=10,
                     tokens_per_request=4096,
-                    decode=chat.decode,
+                    decode=CHAT.decode,
                     eos_token_ids=(),
                     policy_version=lambda: 0,
                 ),
                 route=GroupRoute(engine.url, find_another=no_other),
                 rewards=rewards,
                 reward=reward or RewardConfig(),
-                chat=chat,
+                chat=CHAT,
                 sampling=sampling,
                 max_context=max_context,
                 activity=activity or Activity(idle="nothing"),
-                before_scoring=before_scoring,
                 failures_score_zero=failures_score_zero,
             ),
             engine,

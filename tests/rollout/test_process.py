@@ -35,9 +35,9 @@ def test_a_stop_string_that_the_model_cannot_say_is_refused(tmp_path: Path) -> N
         load_data(config, ensure_checkpoint(config, cache=tmp_path))
 
 
-def joined_at(reach: Reach, at_exit: AsyncExitStack, *, index: int = 0) -> Any:
+def joined_at(reach: Reach, at_exit: AsyncExitStack) -> Any:
     return SimpleNamespace(
-        membership=SimpleNamespace(role="rollout", index=index),
+        membership=SimpleNamespace(role="rollout", index=0),
         reach=reach,
         activity=Activity(idle=""),
         at_exit=at_exit,

@@ -34,8 +34,8 @@ from tests.rollout.characters import make_chat
 USER_REWARD = "tests.rollout.user_code:reward"
 
 
-def prompt(answer: Any = None, *, seq: int = 0, index: int = 0, metadata: dict[str, Any] | None = None) -> Prompt:
-    return Prompt(seq=seq, index=index, epoch=0, messages=[], input_ids=[], answer=answer, metadata=metadata or {})
+def prompt(answer: Any = None, *, seq: int = 0) -> Prompt:
+    return Prompt(seq=seq, index=0, epoch=0, messages=[], input_ids=[], answer=answer, metadata={})
 
 
 def response(text: str, finish_reason: str = "stop") -> Response:
@@ -79,16 +79,6 @@ async def test_failures_are_told_apart_and_the_pool_goes_on() -> None:
         assert await rewards.score(response("pid"), prompt()) == pid
 
 
-async def test_a_coroutine_scores_fails_and_hangs_like_any_function() -> None:
-    async with pool("tests.rollout.user_code:async_reward", timeout=2.0) as rewards:
-        assert [await rewards.score(response("good"), prompt()) for _ in range(2)] == [1.0, 1.0]
-        with pytest.raises(RewardError, match=r"LookupError: no such thing"):
-            await rewards.score(response("raise"), prompt())
-        with pytest.raises(RewardTimeout):
-            await rewards.score(response("hang"), prompt())
-        assert await rewards.score(response("good"), prompt()) == 1.0
-
-
 @pytest.mark.parametrize("function", ["judge", "judge_object"])
 async def test_calls_of_a_coroutine_function_run_at_the_same_time(function: str) -> None:
     async with pool(f"tests.rollout.user_code:{function}", concurrent_calls=12) as rewards:
@@ -130,15 +120,6 @@ async def test_a_crash_is_reported_and_the_process_replaced(text: str, status: s
         pid = await rewards.score(response("pid"), prompt())
         with pytest.raises(RewardError, match=f"seq 5.*died .*{status}"):
             await rewards.score(response(text), prompt(seq=5))
-        assert await rewards.score(response("pid"), prompt()) != pid
-
-
-async def test_a_call_that_takes_too_long_is_killed() -> None:
-    async with pool(timeout=1.5) as rewards:
-        pid = await rewards.score(response("pid"), prompt())
-        with pytest.raises(RewardTimeout, match=r"timeout_seconds = 1\.5"):
-            await rewards.score(response("sleep 600"), prompt())
-        assert not lives(int(pid))
         assert await rewards.score(response("pid"), prompt()) != pid
 
 
@@ -190,32 +171,24 @@ async def test_functions_that_cannot_be_loaded(function: str, args: Any, message
 
 
 async def test_the_function_does_not_get_secrets_unless_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {
-        "RUN_DOOR": "the run's own",
-        "EPISODE_DOOR": "opens episodes",
-        "STREAMRL_SECRET": "the run's own, too",
-        "JUDGE_API_KEY": "passed",
-        "HF_TOKEN": "a secret",
-        "TOKENIZERS_PARALLELISM": "x",
+    passed = {
+        "RUN_DOOR": False,
+        "EPISODE_DOOR": False,
+        "STREAMRL_SECRET": False,
+        "HF_TOKEN": False,
+        "JUDGE_API_KEY": True,
+        "TOKENIZERS_PARALLELISM": True,
     }
-    for name, value in there.items():
-        monkeypatch.setenv(name, value)
+    for name in passed:
+        monkeypatch.setenv(name, "x")
     reward = {"function": USER_REWARD, "environment": ["JUDGE_API_KEY", "RUN_DOOR", "STREAMRL_SECRET"]}
     agent = {"remote": True, "scored_by": "reward", "api_key_env": "EPISODE_DOOR"}
     rollout = {"reward": reward, "agent": agent}
     made = RewardPool(from_dict({"rollout": rollout, "gserver": {"api_key_env": "RUN_DOOR"}}))
     await made.start()
     try:
-        for name, passed in (
-            ("RUN_DOOR", False),
-            ("EPISODE_DOOR", False),
-            ("STREAMRL_SECRET", False),
-            ("HF_TOKEN", False),
-            ("JUDGE_API_KEY", True),
-            ("TOKENIZERS_PARALLELISM", True),
-            ("PATH", True),
-        ):
-            assert await made.score(response(f"variable {name}"), prompt()) == passed, name
+        for name, wanted in passed.items():
+            assert await made.score(response(f"variable {name}"), prompt()) == wanted, name
     finally:
         await made.close()
 
@@ -275,10 +248,7 @@ def test_addition_reward(text: str, finish: str, score: float) -> None:
     assert addition_reward(response(text, finish), prompt("12")) == score
 
 
-def test_own_tasks_are_pure_and_varied() -> None:
-    assert copy_digits(3, 1) == copy_digits(3, 1)
-    assert len({copy_digits(i, 1)["prompt"] for i in range(200)}) > 150
-    assert copy_digits(3, 1) != copy_digits(3, 2)
+def test_own_tasks_have_arguments() -> None:
     row = copy_digits(5, 0, digits=6)
     assert row["prompt"] == row["answer"] + "="
     assert len(row["answer"]) == 6
@@ -296,3 +266,4 @@ def test_answers_are_scored_in_full_and_differ_by_row(task: Any, index: int, see
     assert set(row["prompt"] + row["answer"]) <= set("0123456789= "), "the alphabet of the scratch model"
     assert copy_reward(response(row["answer"], "stop"), prompt(row["answer"])) == 1.0
     assert len({task(i, seed)["prompt"] for i in range(index, index + 100)}) > 40
+    assert any(task(i, seed) != task(i, seed + 1) for i in range(index, index + 9))

@@ -26,16 +26,13 @@ ME = FIRST_ROLLOUT_WORKER + 3
 class Worker:
     """Starts groups that nobody scores; those in `fails` are given up before they are scored, those in `lost` while."""
 
-    def __init__(self, *, fails=(), lost=(), over_after=1_000):
+    def __init__(self, *, fails=(), lost=()):
         self.fails, self.lost = set(fails), set(lost)
         self.scored: list[int] = []
         self._next = 0
-        self._over_after = over_after
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def admit(self, count):
-        if self._next >= self._over_after:
-            return None
         # never more than two at once, as a ledger with little room would do it
         seqs = range(self._next, self._next + min(count, 2))
         self._next = seqs.stop

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from streamrl.rollout.reward.functions import Response
@@ -38,11 +36,6 @@ def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
     match response.text.split():
         case ["sleep", seconds]:
             time.sleep(float(seconds))
-        case ["spin"]:
-            while True:
-                pass
-        case ["exit", status]:
-            os._exit(int(status))
         case ["abort"]:
             os.abort()
         case ["sysexit"]:
@@ -61,27 +54,7 @@ def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
             return os.getpid()
         case ["variable", name]:
             return float(name in os.environ)
-        case ["meet", path, count]:  # returns only once `count` calls are here at the same time
-            Path(path, str(os.getpid())).touch()
-            while len(os.listdir(path)) < int(count):
-                time.sleep(0.01)
     return scale
-
-
-_calls: asyncio.Queue[str] | None = None
-
-
-async def async_reward(response: Response, prompt: Prompt) -> float:
-    """How many calls there were; with something that belongs to one event loop, as clients do."""
-    global _calls
-    if _calls is None:
-        _calls = asyncio.Queue()
-    if response.text == "raise":
-        raise LookupError("no such thing")
-    await asyncio.sleep(600 if response.text == "hang" else 0)
-    asyncio.get_running_loop().call_soon(_calls.put_nowait, response.text)
-    await _calls.get()
-    return 1.0
 
 
 _inside = _most_inside = 0
@@ -99,14 +72,6 @@ async def judge(response: Response, prompt: Prompt) -> float:
                     await asyncio.sleep(0.01)
             case ["sleep", seconds]:
                 await asyncio.sleep(float(seconds))
-            case ["stubborn"]:
-                while True:
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.sleep(600)
-            case ["cancelled"]:
-                raise asyncio.CancelledError
-            case ["work", seconds]:
-                time.sleep(float(seconds))  # noqa: ASYNC251 - as who computes, and awaits nothing
             case ["block"]:
                 time.sleep(600)  # noqa: ASYNC251 - what it should not do
             case ["pid"]:
@@ -117,9 +82,6 @@ async def judge(response: Response, prompt: Prompt) -> float:
                 return float("nan")
             case ["huge"]:
                 return 10**400
-            case ["exit", status]:
-                await asyncio.sleep(0.1)
-                os._exit(int(status))
             case ["most"]:
                 return _most_inside
         return 1.0

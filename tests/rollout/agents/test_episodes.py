@@ -20,7 +20,6 @@ from streamrl.config import AgentConfig, Config, RolloutConfig
 from streamrl.errors import AgentError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
-from streamrl.rollout.agents.policy import Endpoint, Score
 from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.runner import Agents, RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable
@@ -316,13 +315,6 @@ async def assert_ends_with_its_episode(config: AgentConfig, question: str, file:
         assert await asyncio.to_thread(is_gone, pid)
 
 
-def asked(agents: Agents, question: str) -> asyncio.Task[Score]:
-    """An episode of an agent that does not ask the policy."""
-    return asyncio.create_task(
-        agents.run({"question": question}, Endpoint("http://x", "1", "key", "policy"), begun=lambda: None)
-    )
-
-
 # --- programs ---
 
 PROGRAM = """
@@ -359,9 +351,9 @@ async def test_a_program_that_fails_says_so(command: list[str], says: str) -> No
         await play(AgentConfig(command=command, timeout_seconds=seconds), "x")
 
 
-def pid_in(file: Path, *, seconds: float = 60.0) -> int:
+def pid_in(file: Path) -> int:
     """The process id in a file, once it is there."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 60
     while not (file.exists() and file.read_text().strip()):
         assert time.monotonic() < deadline, f"nothing was written into {file}"
         time.sleep(0.02)

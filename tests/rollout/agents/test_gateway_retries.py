@@ -29,9 +29,9 @@ async def ask(served):
         yield asked
 
 
-async def hang_up(served, ask, body=BODY):
+async def hang_up(served, ask):
     served.episode.may_answer.clear()
-    call = asyncio.create_task(ask(body))
+    call = asyncio.create_task(ask())
     await served.episode.started.acquire()
     await served.episode.found.acquire()
     call.cancel()

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 from openai import AsyncOpenAI
-
-FLOOD, CONNECTIONS = 10_000, 8
-ASKED = [{"role": "user", "content": "1+1?"}]
 
 
 def is_first(mark: Path) -> bool:
@@ -72,28 +67,13 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
                     await say(("user", "1+1?"), ("assistant", first), ("user", question))
                 await say(("user", "Something else"))
                 return 1.0
-            case ["stream"]:
-                first = await streamed(client, policy, ("user", "1+1?"))
-                second = await streamed(client, policy, ("user", "1+1?"), ("assistant", first), ("user", "Sure?"))
-                return float((first, second) == ("Two", "Yes, two"))
-            case ["stop"]:
-                return float(await say(("user", "1+1?"), stop=[";"]) == "So 2")
             case ["million"]:
                 await say(("user", "1+1?"), max_tokens=1_000_000)
                 return 1.0
-            case ["flood", "regardless"]:
-                return await flood(policy)
             case ["garbage" | "big" as what, "regardless"]:
                 refused = await misbehave(what, policy)
                 await say(("user", "1+1?"))
                 return refused
-            case ["several"]:
-                await say(("user", "1+1?"), n=3)
-                return 1.0
-            case ["notify", *scores]:
-                await say(("user", "1+1?"))
-                for score in scores:
-                    await asyncio.to_thread(policy.notify_score, float(score))
             case ["rewards", *names]:
                 ids = []
                 asked: list[Any] = []
@@ -123,18 +103,10 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
             case ["hang"]:
                 await say(("user", "1+1?"))
                 await asyncio.sleep(600)
-            case ["sleep", seconds, *before_the_end]:
-                try:
-                    await asyncio.sleep(float(seconds))
-                finally:
-                    await asyncio.sleep(float("".join(before_the_end) or 0))
-                return 1.0
             case ["spin"]:
                 while True:
                     pass
-            case ["exit", *after_asking]:
-                if after_asking:
-                    await say(("user", "1+1?"))
+            case ["exit"]:
                 os._exit(7)
             case ["memory"]:
                 return float(len(bytearray(1 << 40)))
@@ -151,14 +123,6 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
         return None
 
 
-async def streamed(client: AsyncOpenAI, policy: Any, *messages: tuple[str, str]) -> str:
-    """What the policy says, piece by piece; more than one."""
-    written: Any = [{"role": role, "content": content} for role, content in messages]
-    stream = await client.chat.completions.create(model=policy.model, messages=written, stream=True)
-    pieces = [chunk.choices[0].delta.content async for chunk in stream if chunk.choices[0].delta.content]
-    return "".join(pieces)
-
-
 async def misbehave(what: str, policy: Any) -> float:
     """Send what nobody should; return how many requests were refused."""
     body = {"garbage": b'{"messages": [', "big": b" " * 50_000_000}[what]
@@ -168,27 +132,6 @@ async def misbehave(what: str, policy: Any) -> float:
                 return float(answer.status in (400, 413))
         except aiohttp.ClientError:  # the server need not read what it refuses
             return 1.0
-
-
-async def flood(policy: Any) -> float:
-    """Ask as often as `FLOOD` over several connections, as fast as they are answered; return how often in vain."""
-    url = urlsplit(policy.base_url)
-    body = json.dumps({"messages": ASKED})
-    head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {policy.api_key}"
-    request = f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-
-    async def ask(times: int) -> int:
-        reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        refused = 0
-        for _ in range(times):
-            writer.write(request)
-            said = await reader.readuntil(b"\r\n\r\n")
-            refused += said.startswith(b"HTTP/1.1 400")
-            await reader.readexactly(int(said.lower().partition(b"content-length:")[2].split()[0]))
-        writer.close()
-        return refused
-
-    return sum(await asyncio.gather(*(ask(FLOOD // CONNECTIONS) for _ in range(CONNECTIONS))))
 
 
 def spawn(path: str) -> None:

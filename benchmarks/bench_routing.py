@@ -22,7 +22,7 @@ from itertools import product
 from common import Row, parser_of, report
 
 from streamrl.gserver.manager.gserver import Gserver, Route, Work
-from streamrl.gserver.manager.member_states import MemberEvent
+from streamrl.gserver.manager.registry import MemberEvent
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.transport.generation import ServerInfo
 

@@ -51,8 +51,8 @@ from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.trainer.worker.weight_broadcast import backend_for
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.collective import broadcasts, destroy_group, form_group, open_store
+from streamrl.transport.credentials import generation_key
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
-from streamrl.transport.keys import generation_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, of_run_at
 

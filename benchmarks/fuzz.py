@@ -62,7 +62,7 @@ from streamrl.trainer.calls import CallDone, PublicationReply, StorageNotice, Tr
 from streamrl.transport import generation  # noqa: E402
 from streamrl.transport.codec import ARRAYS, GroupHeader  # noqa: E402
 from streamrl.transport.control import FinishRun, Register, RegisterReply, Status  # noqa: E402
-from streamrl.transport.keys import bearer  # noqa: E402
+from streamrl.transport.credentials import bearer  # noqa: E402
 from streamrl.transport.manager_client import ControlClient  # noqa: E402
 from streamrl.transport.push_pull import Ask, Reply  # noqa: E402
 from streamrl.transport.request_reply import FIRST_ROLLOUT_WORKER  # noqa: E402

@@ -297,7 +297,7 @@ def arithmetic(place: Place, flops: float, bare_tflops: float) -> Row:
     """`flops` a second in relation to the device's peak and to a bare product, and the peak of its memory."""
     import torch
 
-    from streamrl.planner.gpus import peak_of
+    from streamrl.planner.shapes import peak_of
 
     on_gpu = place.device == "cuda"
     peak = peak_of(torch.cuda.get_device_name(0)) if on_gpu else None

@@ -206,7 +206,7 @@ def gateway(
     from streamrl.launch.process import run_until_stopped, set_up_logging
     from streamrl.rollout.agents.standalone import serve
     from streamrl.transport.addresses import reach_of_manager
-    from streamrl.transport.keys import read_key
+    from streamrl.transport.credentials import read_key
 
     set_up_logging("gateway")
 
@@ -361,7 +361,7 @@ def page(
     from streamrl.launch.role import answering
     from streamrl.page.server import serve
     from streamrl.records.view import found_in
-    from streamrl.transport.keys import read_key
+    from streamrl.transport.credentials import read_key
 
     set_up_logging("page")
     if answer_fd is not None:

@@ -29,7 +29,7 @@ import msgspec
 from streamrl.config import Config, ScratchConfig
 from streamrl.disk import all_to_disk
 from streamrl.errors import ModelError
-from streamrl.importing import without_garbage_collection
+from streamrl.hooks import without_garbage_collection
 from streamrl.local_cache import cache_home, making
 from streamrl.lora import SETTINGS as ADAPTER_SETTINGS
 from streamrl.lora import check_adapter

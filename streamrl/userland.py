@@ -51,7 +51,7 @@ from streamrl.errors import (
     UserCodeUnusable,
     UserProcessDied,
 )
-from streamrl.importing import load_object
+from streamrl.hooks import load_object
 from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)

@@ -71,7 +71,7 @@ RUNS = ("tests/e2e/", HOSTS)
 RUN_SECONDS = 900
 """For a test of whole runs, which a busy machine may hold up."""
 
-gc.disable()  # while torch and the like are imported, which stay: see streamrl.importing
+gc.disable()  # while torch and the like are imported, which stay: see streamrl.hooks
 
 
 def pytest_collection_finish() -> None:

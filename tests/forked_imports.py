@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 
-from streamrl.importing import without_garbage_collection
+from streamrl.hooks import without_garbage_collection
 from streamrl.launch.processes import COMPONENTS, thread_environment
 
 MODULES = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.importing import load_object
+from streamrl.hooks import load_object
 
 ROOT = Path(__file__).parents[1]
 USERS = """

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from streamrl import retry
-from streamrl.retry import Retry
+from streamrl import waits
+from streamrl.waits import Retry
 
 FAILED = RuntimeError("no connection")
 
@@ -28,8 +28,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(retry, "asyncio", SimpleNamespace(sleep=clock.sleep))
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(waits, "asyncio", SimpleNamespace(sleep=clock.sleep))
     return clock
 
 
@@ -58,5 +58,5 @@ def test_a_success_ends_the_row_and_is_told(clock: Clock, caplog: pytest.LogCapt
     retried.succeeded()
     assert len(caplog.records) == 2
     assert asyncio.run(retried.pause(FAILED))
-    assert clock.pauses[-1] == pytest.approx(retry.FIRST_PAUSE_SECONDS)
+    assert clock.pauses[-1] == pytest.approx(waits.FIRST_PAUSE_SECONDS)
     assert len(caplog.records) == 3, "each row of failures is told"

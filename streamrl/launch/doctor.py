@@ -32,7 +32,7 @@ from rich.text import Text
 from streamrl.launch.processes import visible_gpus
 from streamrl.local_cache import cache_home
 from streamrl.machine import SHARED_MEMORY
-from streamrl.planner.gpus import peak_of
+from streamrl.planner.shapes import peak_of
 from streamrl.transport.addresses import LOOPBACK, LOOPBACK_IPV6, is_loopback
 
 TORCH_SECONDS = 60.0

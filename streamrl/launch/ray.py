@@ -41,9 +41,8 @@ from streamrl.launch.process import run_until_stopped, set_up_logging
 from streamrl.launch.processes import PlanRole, ProcessPlan, plan
 from streamrl.launch.run_folders import resume_words, resumed, run_folder
 from streamrl.records import progress
-from streamrl.retry import Retry
 from streamrl.transport.secret import Secret
-from streamrl.waits import cancel
+from streamrl.waits import Retry, cancel
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from streamrl.config import Config, by_task
 from streamrl.config.sections import as_evaluated
 from streamrl.config.trainer import RoleName, role_config
 from streamrl.errors import ConfigError, DataError, RewardError, StreamRLError
-from streamrl.hooks import is_hook, load_hook
-from streamrl.importing import load_object
+from streamrl.hooks import is_hook, load_hook, load_object
 from streamrl.launch.doctor import room_in
 from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
@@ -52,7 +51,7 @@ from streamrl.trainer.layout import layout_of
 from streamrl.trainer.worker.assembly import megatron_needed
 from streamrl.transport import secret
 from streamrl.transport.addresses import everywhere, is_wildcard
-from streamrl.transport.keys import read_key
+from streamrl.transport.credentials import read_key
 from streamrl.types import Prompt
 
 PROMPTS = 16

@@ -19,7 +19,7 @@ from typing import Any, cast
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.importing import load_object, without_garbage_collection
+from streamrl.hooks import load_object, without_garbage_collection
 from streamrl.launch.ending import ending_written, save_and_end
 from streamrl.launch.process import Component, Departure, run_component, set_up_logging
 from streamrl.launch.processes import (

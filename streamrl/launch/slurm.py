@@ -31,8 +31,8 @@ from streamrl.launch.processes import ProcessPlan
 from streamrl.launch.run_folders import run_folder
 from streamrl.local_cache import cache_home
 from streamrl.records import progress
-from streamrl.retry import Retry
 from streamrl.transport.secret import Secret, given
+from streamrl.waits import Retry
 
 log = logging.getLogger(__name__)
 

@@ -32,10 +32,9 @@ from streamrl.launch.children import Child, Children
 from streamrl.launch.process import EXIT_FAILED, EXIT_PLACE_TAKEN
 from streamrl.launch.processes import PlanRole, ProcessCommands, ProcessPlan
 from streamrl.launch.role import place_of
-from streamrl.retry import Retry
 from streamrl.transport.control import FinishRun, Leave, ProcessStatus, Role, Status
 from streamrl.transport.manager_client import ControlClient
-from streamrl.waits import cancel
+from streamrl.waits import Retry, cancel
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from streamrl import userland
 from streamrl.config import Config, by_task
 from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import ConfigError, StreamRLError, UserCodeError, UserCodeTimeout
-from streamrl.hooks import is_hook, load_hook
-from streamrl.importing import load_object
+from streamrl.hooks import is_hook, load_hook, load_object
 from streamrl.rollout.agents.renderer_names import TEMPLATE, known_renderers
 from streamrl.transport import secret
 

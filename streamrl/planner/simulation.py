@@ -27,7 +27,7 @@ from streamrl.errors import ConfigError
 from streamrl.gserver.embedded.scheduler import PREFILL_TOKENS, prefill_budget
 from streamrl.gserver.manager.admission import Admissions
 from streamrl.gserver.manager.gserver import Gserver, Work
-from streamrl.gserver.manager.member_states import MemberEvent
+from streamrl.gserver.manager.registry import MemberEvent
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
 from streamrl.records.metrics import mean_age

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 
 from streamrl.errors import UNDECODABLE, DataError
-from streamrl.importing import without_garbage_collection
+from streamrl.hooks import without_garbage_collection
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from streamrl import userland
 from streamrl.config import Config, DataConfig
 from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.errors import ConfigError, DataError, UserCodeError, UserCodeTimeout, UserCodeUnusable
-from streamrl.importing import load_object
+from streamrl.hooks import load_object
 from streamrl.records.files import decode_line
 from streamrl.rollout.agents.runner import environment_of
 from streamrl.rollout.chat import ChatTokenizer, Message

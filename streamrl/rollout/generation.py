@@ -32,9 +32,7 @@ from numpy.typing import NDArray
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
-from streamrl.limits import WARNING_SECONDS
 from streamrl.records.lineage import LineageHistory, version_of
-from streamrl.retry import Retry
 from streamrl.stop_strings import Decode, StopStrings
 from streamrl.transport.control import GroupInFlight, GroupInHand, InFlight
 from streamrl.transport.generation import (
@@ -53,6 +51,7 @@ from streamrl.transport.generation import (
 )
 from streamrl.transport.manager_client import ControlClient
 from streamrl.types import NO_EXPERT, Generation
+from streamrl.waits import WARNING_SECONDS, Retry
 
 FIRST_PAUSE_SECONDS = 0.05
 """Pause after the first of several attempts in a row without a token: a weight update has often ended by then."""

@@ -23,7 +23,6 @@ import numpy as np
 from streamrl.config import Config, RolloutConfig
 from streamrl.errors import DataError, StreamRLError, WireError, first_error
 from streamrl.hooks import load_hook
-from streamrl.retry import Retry
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
@@ -31,6 +30,7 @@ from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import BeforeScoring, Sampler, Session, Workflow
 from streamrl.types import LARGEST_REWARD, NO_VERSION, Prompt, Trajectory, TrajectoryGroup
+from streamrl.waits import Retry
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import Workflow, load_workflow
 from streamrl.transport.addresses import Reach, reach_towards
 from streamrl.transport.control import Admission, AskRoute, DataFacts
+from streamrl.transport.credentials import read_key
 from streamrl.transport.generation import GenerationClient
-from streamrl.transport.keys import read_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.secret import of_run_at

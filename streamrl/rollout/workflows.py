@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from streamrl.config import RewardConfig, SamplingConfig, WorkflowConfig
 from streamrl.errors import ConfigError, DataError, RewardError
-from streamrl.importing import load_object
+from streamrl.hooks import load_object
 from streamrl.rollout.activity import BEFORE_SCORING, GENERATION, Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import GroupRoute, OnTokens, first_known, of_all_tokens

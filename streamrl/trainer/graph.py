@@ -20,7 +20,7 @@ import msgspec
 from streamrl.config import AlgorithmConfig, Config
 from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
 from streamrl.errors import ConfigError
-from streamrl.importing import load_object
+from streamrl.hooks import load_object
 from streamrl.trainer.calls import EvaluateHook, Hook, MasterHook, Offload, ParamRealloc
 from streamrl.trainer.layout import ROLES
 

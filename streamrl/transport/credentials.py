@@ -1,4 +1,4 @@
-"""Authentication on the ZMQ sockets of the run. All keys are derived from the run's secret.
+"""Authentication on the ZMQ sockets of the run, and API keys for HTTP. Keys are derived from the run's secret.
 
 The controller gives each joining process a *credential* for each kind of receiver that its role may send to: the
 process's name, the number of its join, and a keyed BLAKE2b (RFC 7693) over both. Only processes with the run's secret
@@ -10,11 +10,15 @@ share a key pair, and so do their senders: a client without the senders' key is 
 
 Invariant: of all processes that ever had one name, a receiver accepts only the one that joined last, once it has
 received a message from it. A name alone proves nothing.
+
+API keys are sent as `Authorization: Bearer KEY`. A user may set one; a configuration names only the environment
+variable that holds it, so that no key is in a file, a log or a fingerprint.
 """
 
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import NamedTuple, get_args
@@ -23,8 +27,10 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from streamrl.config import Config
+from streamrl.errors import ConfigError
 from streamrl.transport.control import Credential, Role
-from streamrl.transport.secret import Secret
+from streamrl.transport.secret import LEAST_CHARACTERS, Secret, is_usable
 
 MAY_SEND_TO: Mapping[Role, frozenset[Role]] = {
     "model_worker": frozenset({"rollout"}),
@@ -160,3 +166,67 @@ def claimed_name(routing_id: bytes) -> str:
         return "a sender without a name"
     claimed = routing_id.split(b" ", 1)[0][:40].decode("ascii", "backslashreplace")
     return f"a sender with the name {claimed!r}"
+
+
+# --- API keys ---
+
+HEADER = "Authorization"
+
+
+def read_key(variable: str, *, setting: str) -> str:
+    """Return the key in the environment variable `variable`, which `setting` names; empty if `variable` is empty.
+
+    Raises `ConfigError` if the variable holds no valid key.
+    """
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not is_usable(key):
+        raise ConfigError(
+            f'{setting} = "{variable}": that environment variable holds no key '
+            f"(at least {LEAST_CHARACTERS} printable characters without spaces); "
+            f'set it in every process of the run, for example export {variable}="$(openssl rand -hex 32)"'
+        )
+    return key
+
+
+def generation_key(config: Config, secret: Secret) -> str:
+    """Return the key that the run's gservers require for generation: from `gserver.api_key_env`, or else derived from
+    the run's secret. Raises as `read_key` does."""
+    return _gserver_key(config, secret, "generation")
+
+
+def control_key(config: Config, secret: Secret, index: int) -> str:
+    """Return the key that gserver `index` requires for calls that change it; only the manager makes such calls.
+
+    Raises as `read_key` does."""
+    return _gserver_key(config, secret, f"control of gserver/{index}")
+
+
+def _gserver_key(config: Config, secret: Secret, purpose: str) -> str:
+    named = read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
+    return named or secret.key(purpose).hex()
+
+
+class GserverKeys(NamedTuple):
+    """Keys that one gserver requires of its callers; an empty key admits every caller."""
+
+    generation: str = ""
+    """For generation requests and status: rollout workers have it."""
+    control: str = ""
+    """For calls that change the gserver: the manager has it."""
+
+    @classmethod
+    def of(cls, config: Config, secret: Secret, index: int) -> GserverKeys:
+        """Return the keys of gserver `index`. Raises as `read_key` does."""
+        return cls(generation_key(config, secret), control_key(config, secret, index))
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the HTTP headers with `key`; no headers if it is empty."""
+    return {HEADER: f"Bearer {key}"} if key else {}
+
+
+def admits(key: str, shown: str | None) -> bool:
+    """Whether the header value `shown` contains `key`. The comparison takes constant time."""
+    return not key or hmac.compare_digest((shown or "").encode(errors="replace"), f"Bearer {key}".encode())

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from streamrl.errors import UNDECODABLE, PeerError, PeerLost, WireError
 from streamrl.transport import http
-from streamrl.transport.keys import bearer
+from streamrl.transport.credentials import bearer
 from streamrl.types import NO_EXPERT
 
 PauseMode = Literal["in_place", "retract", "abort"]

@@ -19,13 +19,12 @@ import msgspec
 
 from streamrl.config import Config, SecurityConfig
 from streamrl.errors import ConfigError, DeadlineExceeded, NotOfRun, PeerError
-from streamrl.retry import Retry
 from streamrl.transport import control, http
 from streamrl.transport.addresses import is_loopback
-from streamrl.transport.credentials import ReceiverKeys
-from streamrl.transport.keys import bearer
+from streamrl.transport.credentials import ReceiverKeys, bearer
 from streamrl.transport.secret import Secret, of_run_at
 from streamrl.transport.tls import client_context
+from streamrl.waits import Retry
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 Reply = TypeVar("Reply")

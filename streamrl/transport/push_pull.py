@@ -9,7 +9,7 @@ Each group goes to head `seq % heads`, over a session (`session.py`):
       │ ◀──────────────── Reply(stored=[7]) ── │  acknowledged; `push` returns
 
 Why offer first: a place is reserved only for an existing group, so no credit is idle at one pusher while another has
-the group that the trainer waits for (`credit.py` shows that nothing can deadlock). While the head has room to spare,
+the group that the trainer waits for (`CreditBook` shows that nothing can deadlock). While the head has room to spare,
 `Reply.eager` is the number of groups that may be in flight without an offer. If such a group finds no place, it is not
 lost: the head treats its message as an offer and requests the arrays again when it has a place.
 

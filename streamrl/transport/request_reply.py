@@ -28,7 +28,7 @@ from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport.addresses import LOOPBACK, Reach
 from streamrl.transport.control import Credential, Peer
 from streamrl.transport.credentials import Identity, ReceiverKeys
-from streamrl.transport.liveness import LastHeard
+from streamrl.transport.session import LastHeard
 from streamrl.transport.sockets import ClientSocket, Connection, ServerSocket
 from streamrl.waits import cancel, warned_of
 

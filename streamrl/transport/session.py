@@ -6,12 +6,14 @@ last ones that were sent over a connection that broke. The receiving end detects
 later packet has a place that does not follow. An end without messages sends *beats*, which carry the place of its last
 message. A slow connection therefore causes no repetition: a beat arrives behind the messages that it follows.
 
-Pure: `send` does the I/O, and the owner decides when to send beats.
+`LastHeard` defines when a peer counts as silent, for all processes; the owner decides what follows.
+
+Pure: `send` does the I/O, the owner decides when to send beats, and times in seconds are passed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -103,3 +105,40 @@ class MessageSession:
 
     def _send_message(self, place: int, message: _Message) -> None:
         self._send(Packet(place, self._processed, self._attempt, self._lost, message.body), message.frames)
+
+
+class LastHeard:
+    """Time of a peer's last message; the peer is silent after `patience` seconds without one."""
+
+    __slots__ = ("at", "patience")
+
+    def __init__(self, *, now: float, patience: float) -> None:
+        self.at = now
+        """Time of the last message."""
+        self.patience = patience
+
+    def hear(self, *, now: float) -> None:
+        """Note a message of the peer."""
+        self.at = now
+
+    @property
+    def silent_at(self) -> float:
+        """When it becomes silent if no message arrives before."""
+        return self.at + self.patience
+
+    def is_silent(self, *, now: float) -> bool:
+        """Whether no message came for `patience` seconds."""
+        return now >= self.silent_at
+
+    def seconds(self, *, now: float) -> float:
+        """Return the time since its last message."""
+        return now - self.at
+
+    def excuse(self, seconds: float) -> None:
+        """Do not count the last `seconds` as silence: messages could not be received then."""
+        self.at += seconds
+
+
+def next_silence(peers: Iterable[LastHeard]) -> float | None:
+    """Return when the first of `peers` becomes silent if no message arrives before; None if there are no peers."""
+    return min((peer.silent_at for peer in peers), default=None)

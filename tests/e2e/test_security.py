@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from streamrl.config import from_dict
-from streamrl.transport.credentials import MAY_SEND_TO, ReceiverKeys
-from streamrl.transport.keys import GserverKeys
+from streamrl.transport.credentials import MAY_SEND_TO, GserverKeys, ReceiverKeys
 from streamrl.transport.secret import VARIABLE, Secret
 from tests.e2e.harness import COPY_SCRATCH, SMALL, assert_exactly_once, listening_by_role, overrides, start
 

@@ -35,7 +35,7 @@ from streamrl.transport.control import (
     Status,
     TensorSpec,
 )
-from streamrl.transport.keys import bearer
+from streamrl.transport.credentials import bearer
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, of_run_at
 from streamrl.types import SampleMeta

@@ -16,7 +16,7 @@ from streamrl import config as configuration
 from streamrl.gserver.server.child import ChildServer
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.models import ensure_checkpoint
-from streamrl.transport.keys import GserverKeys
+from streamrl.transport.credentials import GserverKeys
 from tests.gserver.installed import sglang_python
 
 START_SECONDS = 400.0

@@ -19,7 +19,7 @@ import torch
 
 from streamrl.launch import doctor
 from streamrl.launch.doctor import DoctorLine
-from streamrl.planner.gpus import Peak, peak_of
+from streamrl.planner.shapes import Peak, peak_of
 from tests.ipv6 import IPV6
 
 GIB = 2**30

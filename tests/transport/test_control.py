@@ -20,6 +20,7 @@ from streamrl.essential import ends_with_its_work
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, FrequentFailure
 from streamrl.transport import http
 from streamrl.transport import manager_client as control_client
+from streamrl.transport.collective import closed_after_forming, closing_is_possible
 from streamrl.transport.control import (
     Admission,
     Admit,
@@ -43,7 +44,6 @@ from streamrl.transport.control import (
     Snapshot,
     Topology,
 )
-from streamrl.transport.group_sockets import closed_after_forming, possible
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 
@@ -151,7 +151,7 @@ async def test_registering_gives_up_in_the_end(unused_tcp_port: int) -> None:
     await client.close()
 
 
-@pytest.mark.skipif(not possible(), reason="no socket can be made deaf on this machine")
+@pytest.mark.skipif(not closing_is_possible(), reason="no socket can be made deaf on this machine")
 async def test_a_manager_that_answers_nothing_is_told_of_with_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a firewall that drops what it does not let through."""
     monkeypatch.setattr(control_client, "CONNECT_SECONDS", 0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from streamrl.transport.credit import CreditBook
+from streamrl.transport.puller import CreditBook
 
 SILENCE = 10.0
 senders = st.sampled_from([b"a", b"b", b"c"])

@@ -17,13 +17,21 @@ from torch.distributed import TCPStore
 from streamrl.config import Config
 from streamrl.errors import PublicationError
 from streamrl.trainer.worker.weight_broadcast import Broadcaster
-from streamrl.transport.collective import broadcasts, destroy_group, form_group, open_store
+from streamrl.transport.collective import (
+    broadcasts,
+    closed_after_forming,
+    closing_is_possible,
+    destroy_group,
+    form_group,
+    open_for_good,
+    open_store,
+    shut,
+)
 from streamrl.transport.control import PublishBeginReply
-from streamrl.transport.group_sockets import closed_after_forming, open_for_good, possible, shut
 from tests import hostile
 from tests.forked import Forked
 
-CLOSING = pytest.mark.skipif(not possible(), reason="sockets of groups stay open on this machine")
+CLOSING = pytest.mark.skipif(not closing_is_possible(), reason="sockets of groups stay open on this machine")
 NO_ANSWER_SECONDS = 0.5
 CONNECTIONS = 200
 

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.config import from_dict
 from streamrl.errors import ConfigError
-from streamrl.transport.keys import GserverKeys, admits, read_key
+from streamrl.transport.credentials import GserverKeys, admits, read_key
 from streamrl.transport.secret import Secret
 
 KEY = "0123456789abcdef-key"

@@ -17,8 +17,8 @@ from streamrl.config import SecurityConfig, from_dict
 from streamrl.errors import ConfigError, NotOfRun, PeerLost
 from streamrl.gserver.manager.process import managing
 from streamrl.transport import tls
+from streamrl.transport.credentials import GserverKeys
 from streamrl.transport.generation import GenerateRequest, GenerationClient
-from streamrl.transport.keys import GserverKeys
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, of_run_at
 from streamrl.transport.tls import certificate_files, client_context, server_context

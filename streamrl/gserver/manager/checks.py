@@ -13,11 +13,10 @@ from collections.abc import Callable
 from streamrl import essential
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, serves
-from streamrl.gserver.manager.member_states import MemberEvent, MemberState
+from streamrl.gserver.manager.registry import MemberEvent, MemberState
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.ledger import Ledger
-from streamrl.limits import ANSWER_SECONDS
-from streamrl.waits import cancel
+from streamrl.waits import ANSWER_SECONDS, cancel
 
 log = logging.getLogger(__name__)
 

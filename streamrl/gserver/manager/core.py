@@ -23,9 +23,8 @@ from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.comparisons import Comparisons, Question
 from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver
-from streamrl.gserver.manager.member_states import MemberState
 from streamrl.gserver.manager.members import Members, has_ended
-from streamrl.gserver.manager.registry import Member, Registry
+from streamrl.gserver.manager.registry import Member, MemberState, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.row_sampler import RowSampler
 from streamrl.gserver.manager.run_state import RunState
@@ -53,8 +52,8 @@ from streamrl.transport.control import (
     Steer,
     SteerReply,
 )
+from streamrl.transport.credentials import control_key, generation_key
 from streamrl.transport.generation import GenerationClient
-from streamrl.transport.keys import control_key, generation_key
 from streamrl.transport.model_files import ModelFiles
 from streamrl.transport.secret import Secret
 

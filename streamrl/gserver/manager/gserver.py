@@ -1,6 +1,6 @@
 """One gserver: its record, and how much work it has.
 
-The record is the registry's record of the process, with the member's state (`member_states.py`). Routing, checks,
+The record is the registry's record of the process, with the member's state (`registry.py`). Routing, checks,
 weight updates, resync and status read its `state` and report events to it (`Gserver.handle`). Pure, no I/O.
 
 The manager counts the requests that it has routed to a gserver; heartbeats report the requests that run or wait there.
@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from streamrl.gserver.manager.member_states import OUT, MemberEvent, MemberState
-from streamrl.gserver.manager.registry import Member
+from streamrl.gserver.manager.registry import OUT, Member, MemberEvent, MemberState
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, ServerInfo
 
 UNSEEN_SECONDS = 0.5

@@ -30,8 +30,8 @@ from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.status import render
 from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport import control
+from streamrl.transport.credentials import HEADER
 from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts, HttpServer, read_body
-from streamrl.transport.keys import HEADER
 
 log = logging.getLogger(__name__)
 

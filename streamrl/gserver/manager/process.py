@@ -18,16 +18,15 @@ from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.http import server
-from streamrl.limits import CLOSE_SECONDS
 from streamrl.local_cache import cache_home
 from streamrl.records.timeline import Timeline
 from streamrl.transport.addresses import Reach, everywhere, is_loopback, is_wildcard, reach_of_manager, url_of
+from streamrl.transport.credentials import generation_key
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.http import Hosts, HttpServer
-from streamrl.transport.keys import generation_key
 from streamrl.transport.secret import encrypts, left_for, of_new_run
 from streamrl.transport.tls import client_context, server_context
-from streamrl.waits import cancel
+from streamrl.waits import CLOSE_SECONDS, cancel
 
 log = logging.getLogger(__name__)
 

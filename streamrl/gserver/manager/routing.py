@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from streamrl.gserver.manager.gserver import NO_WORK, Gserver, Route, Work
-from streamrl.gserver.manager.member_states import MemberEvent, MemberState
+from streamrl.gserver.manager.registry import MemberEvent, MemberState
 
 Item = TypeVar("Item")
 

@@ -13,8 +13,7 @@ from prometheus_client.registry import Collector
 
 from streamrl.config import Config
 from streamrl.gserver.manager.gserver import Gserver
-from streamrl.gserver.manager.member_states import MemberState
-from streamrl.gserver.manager.registry import Member, Registry
+from streamrl.gserver.manager.registry import Member, MemberState, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState
 from streamrl.ledger import Ledger

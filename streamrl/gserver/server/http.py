@@ -30,6 +30,7 @@ from streamrl.errors import UNDECODABLE, ModelError, Refused, StreamRLError
 from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Text, Ticket
 from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.stop_strings import without_begun
+from streamrl.transport.credentials import HEADER, GserverKeys, admits
 from streamrl.transport.generation import (
     GENERATION_CALLS,
     AbortRequest,
@@ -53,7 +54,6 @@ from streamrl.transport.generation import (
     encoded_routes,
 )
 from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts
-from streamrl.transport.keys import HEADER, GserverKeys, admits
 from streamrl.waits import cancel
 
 # --- /generate: from its body to jobs, and from outputs to its reply ---

@@ -23,11 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streamrl import essential
 from streamrl.errors import PeerLost
-from streamrl.limits import ANSWER_SECONDS
+from streamrl.transport.credentials import bearer
 from streamrl.transport.http import new_session
-from streamrl.transport.keys import bearer
-from streamrl.transport.liveness import LastHeard
-from streamrl.waits import cancel
+from streamrl.transport.session import LastHeard
+from streamrl.waits import ANSWER_SECONDS, cancel
 
 log = logging.getLogger(__name__)
 

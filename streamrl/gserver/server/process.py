@@ -18,11 +18,11 @@ from streamrl.errors import ConfigError
 from streamrl.export import hugging_face_folder, merge_adapter
 from streamrl.gserver.server.engine import ServedEngine
 from streamrl.gserver.server.serving import GserverLaunch
-from streamrl.importing import load_object
+from streamrl.hooks import load_object
 from streamrl.models import weights_fingerprint
 from streamrl.records import progress
 from streamrl.transport.addresses import LOOPBACK, Reach, reach_towards
-from streamrl.transport.keys import GserverKeys
+from streamrl.transport.credentials import GserverKeys
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.secret import Secret, of_run_at

@@ -15,15 +15,15 @@ from streamrl.config import Config
 from streamrl.device import resolve_device, resolve_dtype
 from streamrl.gserver.server.engine import Engine, Text
 from streamrl.gserver.server.http import Server
-from streamrl.limits import CLOSE_SECONDS
 from streamrl.records import progress
 from streamrl.records.lineage import label_of
 from streamrl.transport.addresses import LOOPBACK, Reach, url_of
+from streamrl.transport.credentials import GserverKeys
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
 from streamrl.transport.http import Hosts
-from streamrl.transport.keys import GserverKeys
 from streamrl.transport.secret import Secret, encrypts
 from streamrl.transport.tls import server_context
+from streamrl.waits import CLOSE_SECONDS
 
 
 class GserverLaunch(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,8 @@ from streamrl.gserver.server.monitor import MonitoredApi
 from streamrl.gserver.sglang import entry
 from streamrl.records.lineage import version_of
 from streamrl.transport.addresses import LOOPBACK
+from streamrl.transport.credentials import GserverKeys
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, adapter_name
-from streamrl.transport.keys import GserverKeys
 from streamrl.transport.tls import CertificateFiles
 
 SGLANG = MonitoredApi(

@@ -18,7 +18,6 @@ from streamrl.config import LoraConfig
 from streamrl.errors import ConfigError, ModelError, PeerError, PeerLost
 from streamrl.gserver.server.monitor import JoinedServer, monitoring
 from streamrl.gserver.sglang.command import SGLANG
-from streamrl.limits import ANSWER_SECONDS
 from streamrl.records.lineage import version_of
 from streamrl.transport.generation import (
     ADAPTER_PREFIX,
@@ -33,6 +32,7 @@ from streamrl.transport.generation import (
     UpdateWeightsFromDisk,
     adapter_name,
 )
+from streamrl.waits import ANSWER_SECONDS
 
 log = logging.getLogger(__name__)
 

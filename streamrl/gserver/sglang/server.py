@@ -23,7 +23,7 @@ from streamrl.gserver.server.child import ChildServer, ServerProcess
 from streamrl.gserver.server.monitor import monitoring
 from streamrl.gserver.sglang.command import SGLANG, Launch, command, environment
 from streamrl.transport.addresses import LOOPBACK, Reach, url_of
-from streamrl.transport.keys import GserverKeys
+from streamrl.transport.credentials import GserverKeys
 from streamrl.transport.secret import Secret
 from streamrl.transport.tls import certificate_files, client_context
 

@@ -12,7 +12,7 @@ from streamrl.gserver.server.serving import GserverLaunch
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.models import dense_layers, replays_routing
-from streamrl.transport.keys import read_key
+from streamrl.transport.credentials import read_key
 
 
 @asynccontextmanager

@@ -17,7 +17,6 @@ import msgspec
 
 from streamrl.errors import PeerError, PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
-from streamrl.limits import ANSWER_SECONDS
 from streamrl.transport.control import TensorSpec
 from streamrl.transport.generation import (
     ADAPTER_PREFIX,
@@ -40,7 +39,7 @@ from streamrl.transport.generation import (
     UpdateWeightVersion,
     WeightsChecker,
 )
-from streamrl.waits import cancel
+from streamrl.waits import ANSWER_SECONDS, cancel
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ import msgspec
 from streamrl.config import Config
 from streamrl.errors import PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
-from streamrl.gserver.manager.member_states import MemberEvent, MemberState
+from streamrl.gserver.manager.registry import MemberEvent, MemberState
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate

@@ -21,7 +21,7 @@ from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, PeerLost, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, serves
-from streamrl.gserver.manager.member_states import MemberEvent, MemberState
+from streamrl.gserver.manager.registry import MemberEvent, MemberState
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.states import (
     Action,

@@ -36,15 +36,14 @@ from aiohttp.typedefs import Middleware
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import UNDECODABLE
-from streamrl.limits import CLOSE_SECONDS
 from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, RequestRefused
 from streamrl.rollout.agents.policy import EpisodeRequest, Lease, Score
 from streamrl.rollout.agents.protocols import anthropic, chat, common, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Api, CheckedRequest
 from streamrl.transport.addresses import LOOPBACK, Reach, url_of
+from streamrl.transport.credentials import HEADER, admits
 from streamrl.transport.http import Hosts
-from streamrl.transport.keys import HEADER, admits
-from streamrl.waits import cancel
+from streamrl.waits import CLOSE_SECONDS, cancel
 
 logger = logging.getLogger(__name__)
 

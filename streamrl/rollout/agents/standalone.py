@@ -36,8 +36,8 @@ from streamrl.rollout.generation import Generator, GroupRoute, policy_version_of
 from streamrl.rollout.process import PATIENCE_REQUESTS
 from streamrl.rollout.workflows import Sampler, Session
 from streamrl.transport.addresses import Reach, is_loopback
+from streamrl.transport.credentials import read_key
 from streamrl.transport.generation import GenerationClient
-from streamrl.transport.keys import read_key
 from streamrl.transport.vllm import VllmGenerationClient
 from streamrl.types import Prompt
 from streamrl.waits import cancel

@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from streamrl.errors import ConfigError
-from streamrl.importing import load_object
+from streamrl.hooks import load_object
 from streamrl.types import Prompt
 from streamrl.userland import UserFunction, finite_number
 

@@ -17,7 +17,7 @@ from streamrl.config import Config, by_task
 from streamrl.config.trainer import RoleName, role_config
 from streamrl.device import resolve_dtype
 from streamrl.errors import ModelError
-from streamrl.importing import without_garbage_collection
+from streamrl.hooks import without_garbage_collection
 from streamrl.models import check_checkpoint, check_tokens, initial_checkpoint
 from streamrl.records import progress
 from streamrl.trainer.algorithms import registry

@@ -19,7 +19,7 @@ from streamrl.config import Config
 from streamrl.config.trainer import role_config
 from streamrl.device import rounding
 from streamrl.errors import ConfigError, DeadlineExceeded, TrainingError
-from streamrl.importing import load_object
+from streamrl.hooks import load_object
 from streamrl.models import special_token_ids
 from streamrl.records import progress, rollouts
 from streamrl.trainer.backends.base import ParallelModel

@@ -65,9 +65,8 @@ from streamrl.trainer.worker.weight_broadcast import backend_for
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import LOOPBACK, Reach, reach_towards
 from streamrl.transport.codec import Limits
-from streamrl.transport.collective import allocate_as_sglang, join_world, open_store
+from streamrl.transport.collective import allocate_as_sglang, closed_after_forming, join_world, open_store, shut
 from streamrl.transport.credentials import ReceiverKeys
-from streamrl.transport.group_sockets import closed_after_forming, shut
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.puller import GroupPuller

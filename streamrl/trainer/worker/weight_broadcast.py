@@ -27,9 +27,9 @@ from streamrl.transport.collective import (
     destroy_group,
     form_group,
     open_store,
+    open_while_forming,
 )
 from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
-from streamrl.transport.group_sockets import open_while_forming
 
 Bucket = Sequence[tuple[str, tuple[int, ...]]]
 """Names and shapes."""

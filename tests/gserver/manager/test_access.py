@@ -16,8 +16,7 @@ from streamrl.errors import PeerError
 from streamrl.gserver.manager.http import CALLS, HEALTH, LOOKS
 from streamrl.machine import machine_identity, process_space
 from streamrl.transport.control import Admit, FailRun, FinishRun, Heartbeat, Register
-from streamrl.transport.credentials import MAY_SEND_TO, Verifier
-from streamrl.transport.keys import bearer
+from streamrl.transport.credentials import MAY_SEND_TO, Verifier, bearer
 from streamrl.transport.manager_client import PLACE_TAKEN, ControlClient
 from tests.gserver.harness import HERE, Run, managed, small_config
 

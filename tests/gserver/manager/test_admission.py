@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from streamrl.gserver.manager.admission import MAX_DEATHS, Admissions
 from streamrl.gserver.manager.gserver import Gserver, Work
-from streamrl.gserver.manager.member_states import MemberEvent, MemberState
+from streamrl.gserver.manager.registry import MemberEvent, MemberState
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
 from streamrl.types import SampleMeta

@@ -20,7 +20,7 @@ from streamrl.config import Config, EvaluationConfig
 from streamrl.errors import PeerError, StreamRLError, WireError
 from streamrl.gserver.manager.evaluations import GROUPS_BETWEEN, MAX_LOSSES, Evaluations, check_result, report_of
 from streamrl.gserver.manager.gserver import Gserver, Work
-from streamrl.gserver.manager.member_states import MemberEvent
+from streamrl.gserver.manager.registry import MemberEvent
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.records.evaluation import EvaluationReport, pass_at_k
 from streamrl.transport.control import (

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from streamrl.gserver.manager.gserver import Gserver, serves
-from streamrl.gserver.manager.member_states import (
+from streamrl.gserver.manager.members import ASKED_TO_LEAVE
+from streamrl.gserver.manager.registry import (
     SILENT_STATES,
     TRANSITIONS,
+    Member,
     MemberEvent,
     MemberState,
     next_state,
 )
-from streamrl.gserver.manager.members import ASKED_TO_LEAVE
-from streamrl.gserver.manager.registry import Member
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "manager.md"
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from streamrl.gserver.manager.gserver import AHEAD, Gserver, GserverLoad, Route, Work
-from streamrl.gserver.manager.member_states import MemberEvent
+from streamrl.gserver.manager.registry import MemberEvent
 from streamrl.gserver.manager.routing import Fleet, LeastLoadedHeap
 from streamrl.transport.generation import ServerInfo
 

@@ -17,8 +17,8 @@ from streamrl.errors import ModelError, PeerError
 from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.server.process import first_weights, serve
 from streamrl.transport.control import Heartbeat, HeartbeatReply, Register, RegisterReply
+from streamrl.transport.credentials import generation_key
 from streamrl.transport.generation import GenerateRequest, GenerationClient
-from streamrl.transport.keys import generation_key
 from streamrl.transport.secret import VARIABLE, Secret
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save

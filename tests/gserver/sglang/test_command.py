@@ -13,7 +13,7 @@ from streamrl.config import GserverConfig, LoraConfig, from_dict
 from streamrl.errors import ConfigError
 from streamrl.gserver.server.monitor import Figures
 from streamrl.gserver.sglang.command import CPU_FLAGS, SGLANG, Launch, command, environment
-from streamrl.transport.keys import GserverKeys
+from streamrl.transport.credentials import GserverKeys
 
 ON_CPU = Launch(
     model_dir=Path("model"),

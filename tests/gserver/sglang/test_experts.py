@@ -10,8 +10,8 @@ import torch
 
 from streamrl.config import from_dict
 from streamrl.gserver.sglang.server import sglang_server
+from streamrl.transport.credentials import GserverKeys
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams, decoded_routes
-from streamrl.transport.keys import GserverKeys
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import START_SECONDS
 from tests.gserver.tiny import make_model, prompt, response_logprobs, save

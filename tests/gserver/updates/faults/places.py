@@ -17,8 +17,8 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.server.process import running
 from streamrl.gserver.sglang.joined import joined_server
+from streamrl.transport.credentials import read_key
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
-from streamrl.transport.keys import read_key
 from tests.forked import Forked
 from tests.gserver.running_sglang import RunningSglang
 

@@ -26,8 +26,8 @@ from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.worker.weight_broadcast import Broadcaster
 from streamrl.transport.control import PublishBegin, PublishBeginReply, PublishCommit
+from streamrl.transport.credentials import read_key
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, GenerationClient, PauseGeneration
-from streamrl.transport.keys import read_key
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import RunningSglang
 from tests.gserver.updates.faults.fleet import PATIENCE, FaultyFleet, faulty_fleet, fleet_config, request

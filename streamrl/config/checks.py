@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from streamrl.config.algorithms import names_of
 from streamrl.config.engines import ENGINES
 from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.config.sections import (
@@ -19,6 +18,11 @@ from streamrl.config.sections import (
 )
 from streamrl.config.trainer import AlgorithmConfig, role_config
 
+ALGORITHMS: dict[Literal["loss", "advantage"], tuple[str, ...]] = {
+    "loss": ("cispo", "gspo", "ppo"),
+    "advantage": ("gae", "grpo", "mean", "none", "reinforce++", "reinforce++-baseline", "rloo"),
+}
+"""Names of the built-in ones (`trainer/algorithms/registry.py`, which needs torch)."""
 COMPARES_SIBLINGS = ("grpo", "mean", "rloo", "reinforce++-baseline")
 """Built-in advantages that compare siblings."""
 SCHEDULES = ("constant", "linear", "cosine")
@@ -161,11 +165,10 @@ def _found_in(config: Config) -> list[str]:
 
 def _unknown_algorithms(algorithm: AlgorithmConfig) -> list[str]:
     """Return the problems of names that are neither built-in nor functions of the user."""
-    kinds: tuple[Literal["loss", "advantage"], ...] = ("loss", "advantage")
     return [
         f"algorithm.{kind}: there is no {name!r}; choose one of {', '.join(map(repr, known))}, or module:function"
-        for kind in kinds
-        if ":" not in (name := getattr(algorithm, kind)) and name not in (known := names_of(kind))
+        for kind, known in ALGORITHMS.items()
+        if ":" not in (name := getattr(algorithm, kind)) and name not in known
     ]
 
 

@@ -1,1 +1,1 @@
-"""Algorithms, one module each: advantages and losses with their formulas and sources (`registry.py`)."""
+"""Advantages and losses with their formulas and sources; `registry.py` finds them by name."""

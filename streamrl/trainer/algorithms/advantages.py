@@ -1,4 +1,8 @@
-"""Parts of advantages: of responses, for the functions `advantage` of this package, and of tokens."""
+"""The advantages that `algorithm.advantage` names, and the advantages of tokens that are made from them.
+
+Each of the first kind returns the advantages `[n]` of the responses to one prompt, from their rewards `[n]` and `[n]`
+the number of the attempt, from 0, of each response.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,57 @@ def centred(rewards: NDArray[np.float32], episodes: NDArray[np.int64]) -> NDArra
         return np.zeros(len(rewards))
     deviations: NDArray[np.float64] = rewards - means_of_attempts(rewards, episodes).mean()
     return deviations
+
+
+def grpo(rewards: NDArray[np.float32], episodes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return `(r - mean(r)) / (std(r) + 1e-4)`, with squares divided by `E - 1` (DeepSeekMath,
+    https://arxiv.org/abs/2402.03300, eq. 3).
+
+    Each of the `E` attempts counts once: its mean reward in `mean(r)`, the mean squared distance of its rewards from
+    that in `std(r)`.
+    """
+    deviations = centred(rewards, episodes)
+    squares = means_of_attempts(deviations**2, episodes)
+    return deviations / (math.sqrt(squares.sum() / max(1, len(squares) - 1)) + STD_EPS)
+
+
+def mean(rewards: NDArray[np.float32], episodes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return `r - mean(r)` (Dr. GRPO, https://arxiv.org/abs/2503.20783)."""
+    return centred(rewards, episodes)
+
+
+def rloo(rewards: NDArray[np.float32], episodes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return `r` minus the mean of the *other* attempts (RLOO, https://arxiv.org/abs/2402.14740, eq. 6)."""
+    if all_equal(rewards):
+        return np.zeros(len(rewards))
+    means = means_of_attempts(rewards, episodes)
+    others = (means.sum() - means) / max(1, len(means) - 1)
+    advantages: NDArray[np.float64] = rewards - others[episodes]
+    return advantages
+
+
+@per_token
+def gae(rewards: NDArray[np.float32], episodes: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return `r` itself, from which `generalised_advantages` computes the advantage of each token."""
+    return rewards
+
+
+@per_token
+def reinforce_pp(rewards: NDArray[np.float32], episodes: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return `r` itself (REINFORCE++, https://arxiv.org/abs/2501.03262)."""
+    return rewards
+
+
+@per_token
+def reinforce_pp_baseline(rewards: NDArray[np.float32], episodes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return `r - mean(r)` (REINFORCE++, https://arxiv.org/abs/2501.03262)."""
+    return centred(rewards, episodes)
+
+
+@per_token
+def none(rewards: NDArray[np.float32], episodes: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return zeros."""
+    return np.zeros_like(rewards)
 
 
 def generalised_advantages(

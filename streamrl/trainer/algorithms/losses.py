@@ -1,5 +1,5 @@
-"""The parts of a loss that all algorithms share: the weights of older data, the pull towards their policies, the
-distance from the reference, and the critic's loss. Pure tensor functions over flat vectors of tokens.
+"""The losses that `algorithm.loss` names, and the parts that they share: the weights of older data, the pull towards
+their policies, the distance from the reference, and the critic's loss. Pure functions over flat vectors of tokens.
 
 Policies and shapes are as in `tokens.py`.
 
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from streamrl.trainer.algorithms.tokens import ClippedLoss, sum_of_sequence
+from streamrl.trainer.algorithms.tokens import ClippedLoss, Tokens, clipped_loss, sum_of_sequence
 
 WeightLevel = Literal["token", "sequence", "geometric", "none"]
 WeightLimit = Literal["truncate", "mask"]
@@ -24,6 +24,45 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 LARGEST_CORRECTION = 0.2
 """Largest change in one update of the adaptive KL coefficient, as a share."""
+
+
+def ppo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None) -> ClippedLoss:
+    """Return PPO's clipped loss (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
+
+        loss = -min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)
+
+    `clip_high > clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). `dual_clip`: see `clipped_loss`.
+    """
+    ratio = (tokens.logprobs - tokens.proximal_logprobs.detach()).exp()
+    return clipped_loss(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def gspo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None) -> ClippedLoss:
+    """Return PPO's loss with the ratio of a whole response, the same for all its tokens:
+
+        s = exp(mean over the response of log(π / π_p))
+
+    (GSPO, https://arxiv.org/abs/2507.18071, eq. 5 and 7; use it with `sequence` aggregation). The mean is over the
+    tokens that enter the loss. Its clip ranges are far smaller than PPO's: the paper uses 3e-4 and 4e-4.
+    """
+    shift = tokens.logprobs - tokens.proximal_logprobs.detach()
+    ratio = sum_of_sequence(shift, tokens.sequence, tokens.sequences, mean=True).exp()[tokens.sequence]
+    return clipped_loss(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def cispo(tokens: Tokens, *, clip_low: float, clip_high: float) -> ClippedLoss:
+    """Return CISPO's loss: the clipped ratio is a weight without gradient, so that no token loses its gradient:
+
+        loss = -clip(r, 1 - clip_low, 1 + clip_high) · A · log π      (r = π / π_p, no gradient)
+
+    (CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4 and 5).
+    """
+    ratio = (tokens.logprobs.detach() - tokens.proximal_logprobs.detach()).exp()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return ClippedLoss(loss=-bounded * tokens.advantages * tokens.logprobs, clipped=bounded != ratio)
+
+
+# --- shared parts ---
 
 
 class BehaviorWeight(NamedTuple):

@@ -1,14 +1,12 @@
 """The losses and advantages that `algorithm.loss` and `algorithm.advantage` name.
 
-A built-in one is the function `loss` or `advantage` of a module of this package, which has its name (`reinforce++` is
-in `reinforce_pp.py`). A new file is all that a new one needs. A name with a colon is a function of the user.
+`BUILT_IN` has the built-in ones. A name with a colon is a function of the user.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -17,10 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamrl.config import AlgorithmConfig, Config, by_task
-from streamrl.config.algorithms import module_of
 from streamrl.errors import ConfigError, StreamRLError, TrainingError
 from streamrl.hooks import bind, is_hook, load_hook
 from streamrl.mixture import Mixture
+from streamrl.trainer.algorithms.advantages import (
+    gae,
+    grpo,
+    mean,
+    none,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
+from streamrl.trainer.algorithms.losses import cispo, gspo, ppo
 from streamrl.trainer.algorithms.tokens import ClippedLoss, Tokens
 
 PolicyLoss = Callable[[Tokens], ClippedLoss]
@@ -30,6 +37,19 @@ attempt, from 0, that each response belongs to. An agent's attempt may have seve
 Result = TypeVar("Result")
 TRIED_RESPONSES = 8
 """Number of responses with which functions are checked."""
+BUILT_IN: Mapping[Literal["loss", "advantage"], Mapping[str, Callable[..., Any]]] = {
+    "loss": {"cispo": cispo, "gspo": gspo, "ppo": ppo},
+    "advantage": {
+        "gae": gae,
+        "grpo": grpo,
+        "mean": mean,
+        "none": none,
+        "reinforce++": reinforce_pp,
+        "reinforce++-baseline": reinforce_pp_baseline,
+        "rloo": rloo,
+    },
+}
+"""`config.checks.ALGORITHMS` has their names."""
 
 
 def policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
@@ -119,8 +139,7 @@ def _function(kind: Literal["loss", "advantage"], algorithm: AlgorithmConfig) ->
     args = getattr(algorithm, f"{kind}_args")
     if is_hook(name):
         return load_hook(name, key=key, args=args, settings=algorithm)
-    module = importlib.import_module(f"{__package__}.{module_of(name)}")
-    return bind(getattr(module, kind), key=key, args=args, settings=algorithm)
+    return bind(BUILT_IN[kind][name], key=key, args=args, settings=algorithm)
 
 
 def _loss(function: Callable[[Tokens], Tensor | ClippedLoss], name: str, tokens: Tokens) -> ClippedLoss:

@@ -197,7 +197,7 @@ class _Sampler:
         import torch
 
         from streamrl.gserver.embedded.model import Extension
-        from streamrl.gserver.embedded.sampler import Draw, sample
+        from streamrl.gserver.embedded.request import Draw, sample
 
         with torch.inference_mode():
             self._parameters.update(dict(policy.named_parameters()))

@@ -248,7 +248,7 @@ class Run:
         A run under way writes a checkpoint after its present step. Raises `DeadlineExceeded` if there is none after
         `timeout` seconds.
         """
-        from streamrl.launch.export import export_run
+        from streamrl.export import export_run
 
         version = self._checkpointed(timeout) if self._started().running else None
         return export_run(self.dir, step=version, to=Path(path), dtype=dtype)

@@ -380,7 +380,7 @@ def page(
 @command(app, LOOK)
 def export(run_dir: Path, step: int | None = None, to: Path | None = None, dtype: str = "float32") -> None:
     """Convert a checkpoint to a Hugging Face model, which other programs load."""
-    from streamrl.launch.export import export_run
+    from streamrl.export import export_run
 
     _show(f"{export_run(run_dir, step=step, to=to, dtype=dtype)} is a Hugging Face model in {dtype}")
 

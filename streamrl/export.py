@@ -1,4 +1,5 @@
-"""Checkpoints in Hugging Face's format: whole tensors in safetensors files, an index, settings and tokenizer.
+"""Checkpoints in Hugging Face's format: whole tensors in safetensors files, an index, settings and tokenizer; and
+`streamrl export`.
 
 Works in bounded memory: one tensor after another is read from the files of a checkpoint, to which many ranks may have
 written a part each, and written to the current output file. This module also merges an adapter into its model, for
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,15 +23,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamrl.config import LoraConfig
-from streamrl.errors import ModelError
+from streamrl.errors import ConfigError, ModelError
 from streamrl.local_cache import cache_home, in_use, remove_unused
 from streamrl.lora import SETTINGS, TENSORS, adapter_settings, check_adapter, pair_of
 from streamrl.models import made, weights_fingerprint
+from streamrl.records import progress
 from streamrl.safetensors_files import MODEL, TensorFiles, file_name, write_file, write_index
 
 FILE_BYTES = 4 * 2**30
 """Maximum size of a file, except for a single larger tensor."""
 NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt", "*.pth")
+EXPORTS = "exports"
+"""Default folder of exports, in the run's folder."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXPORT = "export-"
 """Prefix of the names of exports in the cache."""
 DRAFT = "whole"
@@ -150,3 +156,43 @@ def _copy_files(source: Path, target: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and not any(fnmatch(file.name, pattern) for pattern in NOT_COPIED):
             shutil.copyfile(file, target / file.name)
+
+
+def export_run(run_dir: Path, *, step: int | None, to: Path | None, dtype: str) -> Path:
+    """Export the checkpoint of policy version `step`, or the last one, of the run in `run_dir`; return its folder.
+
+    `run_dir` may also be the folder of a checkpoint. The export's folder appears when all of it is on the disk. Raises
+    `ConfigError` if the checkpoint does not exist or the export does already, and `ModelError` if the checkpoint cannot
+    be read or the export cannot be written.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
+    checkpoint = _checkpoint(run_dir, step)
+    place = Path(os.path.abspath(checkpoint))  # resolves "."
+    home = run_dir if checkpoint != run_dir else place.parent.parent
+    target = to or home / EXPORTS / (place.name if dtype == "float32" else f"{place.name}-{dtype}")
+    if target.exists():
+        raise ConfigError(f"{target} exists already; remove it, or name another folder by --to")
+    try:
+        progress.write_folder(target, lambda folder: export(checkpoint, folder, dtype=DTYPES[dtype]))
+    except OSError as error:
+        raise ModelError(
+            f"{target} cannot be written: {error}; make room there, or name another folder by --to"
+        ) from error
+    return target
+
+
+def _checkpoint(run_dir: Path, step: int | None) -> Path:
+    if (run_dir / progress.STATE / progress.FILE).is_file():
+        return run_dir
+    found = progress.checkpoints(run_dir)
+    if not found:
+        raise ConfigError(f"{run_dir} has no checkpoint; give the folder of a run, as runs/NAME")
+    if step is None:
+        return found[-1]
+    versions = {progress.read(folder).policy_version: folder for folder in found}
+    if step not in versions:
+        raise ConfigError(
+            f"--step {step}: {run_dir} has checkpoints of the steps {', '.join(map(str, sorted(versions)))}"
+        )
+    return versions[step]

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl import export as exporting
 from streamrl.errors import ConfigError, ModelError
-from streamrl.export import export, hugging_face_folder
+from streamrl.export import export, export_run, hugging_face_folder
 from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
-from streamrl.launch.export import export_run
 from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.safetensors_files import TensorBox, bytes_of_parts, file_name, write_bytes

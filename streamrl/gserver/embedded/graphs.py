@@ -26,7 +26,7 @@ from torch import Tensor
 
 from streamrl.gserver.embedded.adapters import Adapter
 from streamrl.gserver.embedded.model import KVCache, Model
-from streamrl.gserver.embedded.sampler import Draw, SamplerOutput, draw_plain, read_drawn, uniform
+from streamrl.gserver.embedded.request import Draw, SamplerOutput, draw_plain, read_drawn, uniform
 from streamrl.gserver.embedded.weights import Parameters
 from streamrl.native.operations import TorchOperations
 

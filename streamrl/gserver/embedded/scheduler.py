@@ -48,8 +48,7 @@ from streamrl.gserver.embedded.adapters import Adapter
 from streamrl.gserver.embedded.graphs import DecodeStep, GraphedModel
 from streamrl.gserver.embedded.model import Extension, SlotCache, StepModel
 from streamrl.gserver.embedded.prefix_cache import PrefixCache
-from streamrl.gserver.embedded.request import Request
-from streamrl.gserver.embedded.sampler import SamplerOutput, sample, scaled_logprobs
+from streamrl.gserver.embedded.request import Request, SamplerOutput, sample, scaled_logprobs
 from streamrl.gserver.embedded.weights import Parameters
 from streamrl.gserver.server.engine import Output, Ticket
 from streamrl.transport.generation import FinishReason, PauseMode

@@ -2,7 +2,7 @@
 weights and support for machines without a GPU, then runs SGLang.
 
 It runs as a file, because SGLang may be installed in an environment without streamrl; it imports only those modules of
-streamrl that need no other packages than SGLang's (`received.py`, `after_import.py`, `server/lifeline.py`). Processes
+streamrl that need no other packages than SGLang's (`received.py`, `server/lifeline.py`). Processes
 that SGLang spawns import it again, and so get the same changes. Its arguments are those of SGLang's server.
 
 Changes for a machine without a GPU (sglang 0.5.23, PyPI's wheels):
@@ -162,7 +162,7 @@ def pin_no_memory() -> None:
     """Give the modules of SGLang's adapters ordinary memory when they request pinned memory."""
     import torch
 
-    from streamrl.gserver.sglang.after_import import AfterImport
+    from streamrl.gserver.sglang.received import AfterImport
 
     def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *values, pin_memory=False, **options: make(*values, **options)

@@ -10,12 +10,44 @@ Written for sglang 0.5.23. Imports only packages that SGLang requires itself.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from streamrl.checksum import LineSums, checksums, line_sums, tensor_sums
-from streamrl.gserver.sglang.after_import import AfterImport
+
+
+class AfterImport(MetaPathFinder):
+    """A hook that calls `then` with the module `name` as soon as any code imports it.
+
+    A process that SGLang forks inherits the hooks in `sys.meta_path`; a spawned one has only those that `entry.py`
+    installs there again.
+    """
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
 
 ACTION = "received"
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"

@@ -2,7 +2,7 @@
 
 The gserver's own HTTP server takes requests and receives weights (`server/http.py`, `server/receiver.py`); this engine
 passes requests on to vLLM, which runs as a child process or did so before, and listens at a Unix socket that only this
-user can open. An update is staged in a file (`stage.py`) while vLLM generates; the swap has vLLM load it between two
+user can open. An update is staged in a file (`StagedFile`) while vLLM generates; the swap has vLLM load it between two
 steps. vLLM itself labels each token with the version that sampled it.
 
 Requests in excess of `max_running` wait here, as do all new ones during a pause.
@@ -11,16 +11,30 @@ Requests in excess of `max_running` wait here, as do all new ones during a pause
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import mmap
+import os
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from streamrl.checksum import WeightsChecksum, dtype_name, joint_checksum, tensor_sums
-from streamrl.config import MAX_QUEUED
+from streamrl.checksum import (
+    LineSums,
+    WeightsChecksum,
+    checksums,
+    copy_and_sum,
+    dtype_name,
+    joint_checksum,
+    line_sums,
+    tensor_sums,
+)
+from streamrl.config import MAX_QUEUED, LoraConfig
 from streamrl.errors import Refused, StreamRLError
 from streamrl.gserver.server.child import ChildServer, ServerProcess
 from streamrl.gserver.server.engine import Engine, Job, QueueFull, Text, Ticket
@@ -31,10 +45,9 @@ from streamrl.gserver.vllm.client import ADAPTER, VllmClient
 from streamrl.gserver.vllm.command import VLLM, command, environment
 from streamrl.gserver.vllm.joined import join, joined_socket, vllm_launch
 from streamrl.gserver.vllm.replies import ResponseBuilder, request
-from streamrl.gserver.vllm.stage import StagedFile
-from streamrl.lora import adapter_specs
+from streamrl.lora import SETTINGS, TENSORS, adapter_settings, adapter_specs, check_adapter
 from streamrl.models import max_position, vocab_size
-from streamrl.safetensors_files import MODEL, TensorFiles
+from streamrl.safetensors_files import MODEL, TensorFiles, layout
 from streamrl.transport.generation import PauseMode
 from streamrl.transport.http import new_session
 from streamrl.transport.vllm import TokenReply
@@ -305,3 +318,71 @@ class _RunningJob:
         self.begun = False
         """Whether vLLM has its request."""
         self.task: asyncio.Task[None]
+
+
+class StagedFile:
+    """Staged weights of an update, with these shapes by name, in a file that vLLM reads; all begin as zeros.
+
+    Implements `WeightsAside` (`server/receiver.py`). The file is written through one memory mapping: a tensor of a
+    broadcast arrives in its final place. It lies in memory that has no name in any file system and is freed when this
+    process ends, however that happens; vLLM opens it through `/proc`.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, *, adapter: LoraConfig | None = None
+    ) -> None:
+        """`adapter`: the kind of adapter to which the weights belong; None: they are a model's."""
+        self._adapter = adapter
+        header, begins, size = layout(list(shapes.items()), dtype)
+        self._memory = os.memfd_create("streamrl-weights")
+        os.ftruncate(self._memory, size)
+        mapping = mmap.mmap(self._memory, size)
+        mapping[: len(header)] = header
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._tensors = {}
+        for name, shape in shapes.items():
+            end = begins[name] + torch.Size(shape).numel() * dtype.itemsize
+            self._tensors[name] = whole[begins[name] : end].view(dtype).view(shape)
+        self._folder = tempfile.TemporaryDirectory(prefix="streamrl-weights-")
+        self.folder = Path(self._folder.name)
+        """The folder with the file, as a checkpoint or as an adapter in peft's format."""
+        file = f"{MODEL if adapter is None else TENSORS}.safetensors"
+        (self.folder / file).symlink_to(f"/proc/{os.getpid()}/fd/{self._memory}")
+        if adapter is not None:
+            (self.folder / SETTINGS).write_text(json.dumps(adapter_settings(adapter, "")))
+
+    def close(self) -> None:
+        """Remove the file. Its memory is freed with the last tensor in it."""
+        self._folder.cleanup()
+        os.close(self._memory)
+
+    def store(self, name: str, tensor: Tensor) -> LineSums:
+        place = self._tensors[name]
+        return copy_and_sum(place, tensor.to(place.dtype))
+
+    def place(self, name: str) -> Tensor | None:
+        return self._tensors[name]
+
+    def fill(self, adapter: Path | None) -> dict[str, str]:
+        """Copy the adapter in the folder `adapter`, if there is one, into the stage; return the checksums by name.
+
+        Raises `ModelError` if it has other settings or cannot be read.
+        """
+        if adapter is not None:
+            assert self._adapter is not None
+            check_adapter(adapter, self._adapter)
+            files = TensorFiles(adapter, TENSORS)
+            return checksums({name: self.store(name, files.read(name)) for name in self._tensors})
+        return checksums({name: self.sums(name) for name in self._tensors})
+
+    def sums(self, name: str) -> LineSums:
+        return line_sums(self._tensors[name])
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> bool:
+        return False
+
+    def forget(self) -> None:
+        raise NotImplementedError("only broadcasts to a GPU leave writers behind")
+
+    def make_ready(self) -> None:
+        pass

@@ -23,8 +23,7 @@ from streamrl.lora import adapter_settings
 from streamrl.machine import GPUS_OF_WINDOWS, SHARED_MEMORY, machine_identity
 from streamrl.trainer.calls import PublicationReply
 from streamrl.trainer.worker.weight_broadcast import Broadcaster
-from streamrl.trainer.worker.weight_files import WeightFiles, has_room
-from streamrl.trainer.worker.weight_memory import SETS, WeightMemory
+from streamrl.trainer.worker.weight_files import SETS, WeightFiles, WeightMemory, has_room
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import Reach
 from streamrl.transport.control import (

@@ -1,5 +1,5 @@
-"""A `Carrier` that writes weights into safetensors files for gservers: on a disk that all hosts share, or in memory of
-this host.
+"""Carriers that leave weights where gservers read them: in safetensors files, on a disk that all hosts share or in
+memory of this host, or in memory of their GPU.
 
 `WeightFiles` owns the folder of one run. A version appears there at once or not at all, and stays until the version
 after the next one is written, so a gserver may read the latest version at any time. The version before the latest is
@@ -28,7 +28,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from streamrl import cuda_memory
 from streamrl.checksum import LineSums, checksums, copy_and_sum
+from streamrl.cuda_memory import Share, SharedWeights, WeightPlace
+from streamrl.device import SideStream
 from streamrl.disk import OWNER, to_disk
 from streamrl.errors import PublicationError
 from streamrl.lora import SETTINGS, TENSORS
@@ -271,3 +274,90 @@ def _remove_if_abandoned(folder: Path) -> None:
             log.info("removed the weights that a dead run left in %s", folder)
     except OSError:  # another user's folder, in use, or not empty without an owner
         log.debug("%s belongs to a run that lives, or to somebody else", folder)
+
+
+SETS = 2
+
+
+class WeightMemory:
+    """Weights for gservers on the same GPU: two alternating sets, in memory that is shared by CUDA IPC.
+
+    A gserver copies a set when it stages it. Invariant: the set of the served version is not written to; the set of the
+    version before it is.
+    """
+
+    reads_once = True
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        checksum: bool,
+        gpu: str = "",
+        share: Share = cuda_memory.share,
+        root: Path = SHARED_MEMORY,
+    ) -> None:
+        """`gpu`: identity of `device`, as in `Register`. `share` makes the handle of memory on it. The files that
+        announce the memory to gservers are below `root`."""
+        self.dtype = dtype
+        self.sent_bytes = 0
+        self._device = device
+        self._gpu = gpu
+        self._checksum = checksum
+        self._share = share
+        self._folder = folder_in_memory("cuda", root=root)
+        self._lock = claim(self._folder)
+        self._sets: list[tuple[SharedWeights, dict[str, Tensor]]] = []
+        """Two: the announced content, and the weights by name. They are made once, because torch keeps an entry and an
+        event for every handle that it makes."""
+        self._beside = SideStream(device)
+        self._version = 0
+        self._sums: dict[str, str] = {}
+
+    def prepare(self, version: int, weights: Weights) -> None:
+        """Copy `weights` to the next set in turn."""
+        if version == self._version:
+            return
+        if not self._sets:
+            places, size = cuda_memory.lay_out(dict(weights.specs()), self.dtype)
+            self._sets = [self._new_set(places, size) for _ in range(SETS)]
+        content, targets = self._sets[version % SETS]
+        sums: dict[str, LineSums] = {}
+        with self._beside.after_computation(), closing(weights.weights()) as found:
+            for name, weight in found:
+                if self._checksum:
+                    sums[name] = copy_and_sum(targets[name], weight.detach())
+                else:
+                    targets[name].copy_(weight.detach())
+                self.sent_bytes += targets[name].nbytes
+            self._sums = checksums(sums)
+        folder = self._folder_of(version)
+        folder.mkdir(exist_ok=True)
+        cuda_memory.write(folder, content)
+        self._version = version
+
+    def announce(self) -> Snapshot:
+        return Snapshot(folder=str(self._folder_of(self._version)), machine=machine_identity(), gpu=self._gpu)
+
+    def send(self, begin: PublishBeginReply) -> dict[str, str]:
+        """Return the checksums; the weights are complete already."""
+        return self._sums
+
+    def abort(self) -> None:
+        """Do nothing: a failed attempt leaves the set valid."""
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._sets.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
+
+    def _new_set(self, places: dict[str, WeightPlace], size: int) -> tuple[SharedWeights, dict[str, Tensor]]:
+        """Allocate a set of `size` bytes."""
+        storage = torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
+        content = SharedWeights(self._share(storage), places)
+        return content, dict(content.views(storage))
+
+    def _folder_of(self, version: int) -> Path:
+        return self._folder / f"v{version % SETS}"

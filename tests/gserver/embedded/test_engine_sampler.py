@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streamrl.gserver.embedded.sampler import BLOCK, Draw, invert, sample, scaled_logprobs, uniform
+from streamrl.gserver.embedded.request import BLOCK, Draw, invert, sample, scaled_logprobs, uniform
 
 DRAWS = 20_000
 

@@ -14,7 +14,7 @@ from streamrl.gserver.embedded import graphs
 from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.graphs import GraphedModel, filled_length, filled_rows
 from streamrl.gserver.embedded.model import Extension, KVCache, Model
-from streamrl.gserver.embedded.sampler import Draw, sample
+from streamrl.gserver.embedded.request import Draw, sample
 from streamrl.gserver.embedded.weights import Parameters
 from tests.gserver.recorder import Recorder
 from tests.gserver.tiny import make_model, prompt, save

@@ -13,8 +13,7 @@ from streamrl import config as configuration
 from streamrl.machine import machine_identity
 from streamrl.trainer.worker.publisher import Carrier, carriers_for
 from streamrl.trainer.worker.weight_broadcast import Broadcaster
-from streamrl.trainer.worker.weight_files import WeightFiles
-from streamrl.trainer.worker.weight_memory import WeightMemory
+from streamrl.trainer.worker.weight_files import WeightFiles, WeightMemory
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.control import GserverPlaces
 

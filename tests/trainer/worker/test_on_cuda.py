@@ -12,7 +12,7 @@ import torch
 from streamrl import cuda_memory
 from streamrl.device import SideStream
 from streamrl.errors import PublicationError
-from streamrl.trainer.worker.weight_memory import WeightMemory
+from streamrl.trainer.worker.weight_files import WeightMemory
 from streamrl.transport.collective import broadcasts, destroy_group, form_group, open_store
 from tests.devices import needs_nccl_ranks, rank_device
 from tests.forked import Forked

@@ -15,7 +15,7 @@ from streamrl.checksum import tensor_sums
 from streamrl.cuda_memory import Handle, OpenWeights, SharedWeights, WeightPlace
 from streamrl.errors import ModelError
 from streamrl.gserver.server.receiver import ExpectedWeights, WeightReceiver
-from streamrl.trainer.worker.weight_memory import WeightMemory
+from streamrl.trainer.worker.weight_files import WeightMemory
 from streamrl.transport.control import PublishBeginReply
 from tests.trainer.waiting import waits
 from tests.trainer.worker.kept import Kept

@@ -178,8 +178,7 @@ class _Sampler:
     def __init__(self, folder: Path, config: Config, seed: int) -> None:
         import torch
 
-        from streamrl.gserver.embedded.architecture import read_architecture
-        from streamrl.gserver.embedded.model import KVCache, Model
+        from streamrl.gserver.embedded.model import KVCache, Model, read_architecture
         from streamrl.gserver.embedded.weights import Parameters
 
         device, dtype = torch.device("cpu"), torch.float32

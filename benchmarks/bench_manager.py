@@ -37,7 +37,7 @@ from manager_load import Load, figures
 
 from streamrl.config import Config, from_dict
 from streamrl.gserver.manager.admission import GroupCalls
-from streamrl.gserver.manager.process import managing
+from streamrl.gserver.manager.http import managing
 from streamrl.launch.process import allow_many_connections
 from streamrl.ledger import Ledger
 from streamrl.trainer.graph import Graph

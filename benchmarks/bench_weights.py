@@ -43,7 +43,7 @@ from torch import Tensor
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.device import resolve_device, resolve_dtype
-from streamrl.gserver.manager.process import managing
+from streamrl.gserver.manager.http import managing
 from streamrl.gserver.server.process import serve
 from streamrl.models import ensure_checkpoint
 from streamrl.safetensors_files import TensorFiles

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, contextmanager
 
 from streamrl.config import Config
 from streamrl.errors import DataError, PeerLost, StreamRLError, first_error, is_expected
-from streamrl.gserver.manager.process import ManagerService, managing
+from streamrl.gserver.manager.http import ManagerService, managing
 from streamrl.machine import machine_identity, process_space
 from streamrl.records import lineage as lineages
 from streamrl.records import progress, snapshots

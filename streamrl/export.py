@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamrl.config import LoraConfig
+from streamrl.disk import cache_home, in_use, remove_unused
 from streamrl.errors import ConfigError, ModelError
-from streamrl.local_cache import cache_home, in_use, remove_unused
 from streamrl.lora import SETTINGS, TENSORS, adapter_settings, check_adapter, pair_of
 from streamrl.models import made, weights_fingerprint
 from streamrl.records import progress

@@ -27,10 +27,9 @@ from typing import Any
 import msgspec
 
 from streamrl.config import Config, ScratchConfig
-from streamrl.disk import all_to_disk
+from streamrl.disk import all_to_disk, cache_home, making
 from streamrl.errors import ModelError
 from streamrl.hooks import without_garbage_collection
-from streamrl.local_cache import cache_home, making
 from streamrl.lora import SETTINGS as ADAPTER_SETTINGS
 from streamrl.lora import check_adapter
 from streamrl.types import NO_EXPERT

@@ -25,7 +25,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.local_cache import cache_home
+from streamrl.disk import cache_home
 
 if TYPE_CHECKING:
     from torch import Tensor

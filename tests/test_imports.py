@@ -33,7 +33,6 @@ GROUND = {
     "export",
     "hooks",
     "ledger",
-    "local_cache",
     "lora",
     "machine",
     "mixture",

@@ -29,8 +29,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.disk import cache_home
 from streamrl.launch.processes import visible_gpus
-from streamrl.local_cache import cache_home
 from streamrl.machine import SHARED_MEMORY
 from streamrl.planner.shapes import peak_of
 from streamrl.transport.addresses import LOOPBACK, LOOPBACK_IPV6, is_loopback

@@ -24,9 +24,9 @@ from streamrl.causal_models import load_config, on_meta, random_model, small_con
 from streamrl.config import OptimizerConfig, TrainerConfig
 from streamrl.errors import StreamRLError
 from streamrl.export import copy_settings
-from streamrl.gserver.embedded.architecture import Unsupported, read_architecture
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.embedded.general import batching_problem
+from streamrl.gserver.embedded.model import Unsupported, read_architecture
 from streamrl.gserver.server.engine import Job, Output, Text
 from streamrl.models import check_checkpoint, load_tokenizer
 from streamrl.rollout.agents.rendering import TemplateRenderer

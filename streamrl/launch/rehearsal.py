@@ -24,11 +24,11 @@ from streamrl.causal_models import weight_views
 from streamrl.config import Config, by_task
 from streamrl.config.sections import as_evaluated
 from streamrl.config.trainer import RoleName, role_config
+from streamrl.disk import cache_home
 from streamrl.errors import ConfigError, DataError, RewardError, StreamRLError
 from streamrl.hooks import is_hook, load_hook, load_object
 from streamrl.launch.doctor import room_in
 from streamrl.launch.processes import fitted
-from streamrl.local_cache import cache_home
 from streamrl.lora import adapter_specs
 from streamrl.models import check_checkpoint, check_tokens, ensure_checkpoint
 from streamrl.processor import avoid_broken_instructions

@@ -24,12 +24,12 @@ from rich.console import Console
 from streamrl import config as configuration
 from streamrl.config import Config, to_toml
 from streamrl.config.sections import SlurmNodesConfig
+from streamrl.disk import cache_home
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.clusters import PoolName, filled, needs, on_one_machine, output_of, pools
 from streamrl.launch.process import run_until_stopped, set_up_logging
 from streamrl.launch.processes import ProcessPlan
 from streamrl.launch.run_folders import run_folder
-from streamrl.local_cache import cache_home
 from streamrl.records import progress
 from streamrl.transport.secret import Secret, given
 from streamrl.waits import Retry

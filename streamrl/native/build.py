@@ -1,6 +1,6 @@
 """Compiles C for the processor at hand, the first time that a library is needed.
 
-Libraries are kept in streamrl's cache (`local_cache.py`) under a name that hashes what they were made from: sources,
+Libraries are kept in streamrl's cache (`disk.py`) under a name that hashes what they were made from: sources,
 command, compiler version and processor. Processes that need the same library at once compile it once.
 """
 
@@ -18,8 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.disk import to_disk
-from streamrl.local_cache import cache_home, making
+from streamrl.disk import cache_home, making, to_disk
 
 log = logging.getLogger(__name__)
 

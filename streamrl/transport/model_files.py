@@ -14,8 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from streamrl.config import Config
+from streamrl.disk import cache_home
 from streamrl.errors import ModelError, PeerError
-from streamrl.local_cache import cache_home
 from streamrl.models import check_checkpoint, made, named_folder, weights_fingerprint
 from streamrl.transport.control import ModelFile, ModelListing, ModelPart
 from streamrl.transport.manager_client import ControlClient

@@ -29,8 +29,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from streamrl.config import Config
+from streamrl.disk import cache_home
 from streamrl.errors import ConfigError
-from streamrl.local_cache import cache_home
 from streamrl.transport.addresses import is_loopback
 
 VARIABLE = "STREAMRL_SECRET"

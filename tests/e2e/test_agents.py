@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from examples import guess_number
-from streamrl.gserver.sglang.server import reserved_port
+from streamrl.gserver.sglang.serving import reserved_port
 from tests.e2e.harness import (
     ROOT,
     Command,

@@ -14,7 +14,7 @@ import aiohttp
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.manager.core import Manager
-from streamrl.gserver.manager.process import ManagerService, managing
+from streamrl.gserver.manager.http import ManagerService, managing
 from streamrl.machine import machine_identity, process_space
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport

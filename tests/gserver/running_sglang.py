@@ -14,7 +14,7 @@ from typing import Any
 
 from streamrl import config as configuration
 from streamrl.gserver.server.child import ChildServer
-from streamrl.gserver.sglang.server import sglang_server
+from streamrl.gserver.sglang.serving import sglang_server
 from streamrl.models import ensure_checkpoint
 from streamrl.transport.credentials import GserverKeys
 from tests.gserver.installed import sglang_python

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl import export as exporting
 from streamrl.errors import ConfigError, ModelError
 from streamrl.export import export, export_run, hugging_face_folder
-from streamrl.gserver.embedded.architecture import read_architecture
+from streamrl.gserver.embedded.model import read_architecture
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.records import progress
 from streamrl.records.progress import Progress

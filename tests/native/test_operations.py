@@ -21,7 +21,7 @@ from torch import Tensor
 
 from streamrl.architecture import Rope
 from streamrl.device import compute_with
-from streamrl.gserver.embedded.architecture import rotation_table
+from streamrl.gserver.embedded.model import rotation_table
 from streamrl.native import build
 from streamrl.native import operations as module
 from streamrl.native.build import SWITCH, Unavailable, has_instructions, shared_library

@@ -15,7 +15,7 @@ from cryptography import x509
 
 from streamrl.config import SecurityConfig, from_dict
 from streamrl.errors import ConfigError, NotOfRun, PeerLost
-from streamrl.gserver.manager.process import managing
+from streamrl.gserver.manager.http import managing
 from streamrl.transport import tls
 from streamrl.transport.credentials import GserverKeys
 from streamrl.transport.generation import GenerateRequest, GenerationClient

@@ -30,9 +30,8 @@ from streamrl.config import MAX_QUEUED, LoraConfig
 from streamrl.device import compute_with, inference_dtype
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.adapters import Adapters
-from streamrl.gserver.embedded.architecture import Unsupported, read_architecture
 from streamrl.gserver.embedded.graphs import CudaRecorder, GraphedModel
-from streamrl.gserver.embedded.model import KVCache, Model, SlotCache, StepModel
+from streamrl.gserver.embedded.model import KVCache, Model, SlotCache, StepModel, Unsupported, read_architecture
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import PREFILL_TOKENS, DeterministicScheduler, Event, Scheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights

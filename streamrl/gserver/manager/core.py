@@ -19,8 +19,7 @@ from streamrl.config import Config, by_task
 from streamrl.errors import RunStopped, StreamRLError
 from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.admission import Admissions, GroupCalls
-from streamrl.gserver.manager.checks import GserverChecks
-from streamrl.gserver.manager.comparisons import Comparisons, Question
+from streamrl.gserver.manager.checks import Comparisons, GserverChecks, Question
 from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.members import Members, has_ended

@@ -41,10 +41,9 @@ from streamrl.gserver.server.engine import Engine, Job, QueueFull, Text, Ticket
 from streamrl.gserver.server.monitor import JoinedServer, monitoring
 from streamrl.gserver.server.receiver import ExpectedWeights, StagedWeights, WeightReceiver, in_thread
 from streamrl.gserver.server.serving import GserverLaunch, behind_http
-from streamrl.gserver.vllm.client import ADAPTER, VllmClient
+from streamrl.gserver.vllm.client import ADAPTER, ResponseBuilder, VllmClient, request
 from streamrl.gserver.vllm.command import VLLM, command, environment
 from streamrl.gserver.vllm.joined import join, joined_socket, vllm_launch
-from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.lora import SETTINGS, TENSORS, adapter_settings, adapter_specs, check_adapter
 from streamrl.models import max_position, vocab_size
 from streamrl.safetensors_files import MODEL, TensorFiles, layout

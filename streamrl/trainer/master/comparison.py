@@ -1,7 +1,7 @@
 """Compares each gserver's log-probabilities with the trainer's, at every version that is trained from.
 
 While a step computes with the weights of its version, the gservers that serve this version score one short response of
-its batch (`gserver/manager/comparisons.py`). The step's first forward pass gives the trainer's log-probabilities of the
+its batch (`gserver/manager/checks.py`). The step's first forward pass gives the trainer's log-probabilities of the
 same tokens before any weight changes, so the comparison costs the trainer neither computation nor waiting. A large
 difference means that a gserver does not have the weights that it reports, or that the two compute differently.
 

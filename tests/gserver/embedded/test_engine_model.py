@@ -12,7 +12,7 @@ import torch
 from streamrl import device
 from streamrl.checksum import weights_checksum
 from streamrl.errors import ModelError
-from streamrl.gserver.embedded.architecture import read_architecture
+from streamrl.gserver.embedded.model import read_architecture
 from tests.gserver.tiny import (
     SHAPES,
     assert_sampled,

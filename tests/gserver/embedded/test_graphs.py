@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.gserver.embedded import graphs
-from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.graphs import GraphedModel, filled_length, filled_rows
-from streamrl.gserver.embedded.model import Extension, KVCache, Model
+from streamrl.gserver.embedded.model import Extension, KVCache, Model, read_architecture
 from streamrl.gserver.embedded.request import Draw, sample
 from streamrl.gserver.embedded.weights import Parameters
 from tests.gserver.recorder import Recorder

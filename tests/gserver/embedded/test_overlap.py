@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from streamrl.errors import Refused
 from streamrl.gserver.embedded import graphs, model
-from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.graphs import DecodeStep, GraphedModel
-from streamrl.gserver.embedded.model import KVCache, Model
+from streamrl.gserver.embedded.model import KVCache, Model, read_architecture
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.embedded.weights import Parameters

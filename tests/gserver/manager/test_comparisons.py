@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.gserver.manager.comparisons import Question, read_scores
+from streamrl.gserver.manager.checks import Question, read_scores
 from streamrl.transport.control import Scores
 from streamrl.transport.generation import FinishReason, GenerateReply, MetaInfo, TokenLogprob
 from tests.gserver.harness import Run, managed, publish, small_config

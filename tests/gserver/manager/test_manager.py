@@ -16,7 +16,7 @@ from streamrl.config import Config
 from streamrl.errors import EssentialFailed, PeerError
 from streamrl.essential import ends_with_its_work
 from streamrl.gserver.manager.core import Manager
-from streamrl.gserver.manager.process import managing
+from streamrl.gserver.manager.http import managing
 from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.records.files import read_records

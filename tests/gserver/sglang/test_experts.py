@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamrl.config import from_dict
-from streamrl.gserver.sglang.server import sglang_server
+from streamrl.gserver.sglang.serving import sglang_server
 from streamrl.transport.credentials import GserverKeys
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams, decoded_routes
 from tests.gserver.installed import sglang_python

@@ -24,7 +24,7 @@ from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
 from streamrl.gserver.server import monitor, serving
 from streamrl.gserver.server.process import running
 from streamrl.gserver.sglang.received import ADAPTERS, CHECKER, UPDATER
-from streamrl.gserver.sglang.server import reserved_port
+from streamrl.gserver.sglang.serving import reserved_port
 from streamrl.transport.credentials import GserverKeys
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save

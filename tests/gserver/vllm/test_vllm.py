@@ -21,11 +21,10 @@ from streamrl.config import GserverConfig, LoraConfig, from_dict
 from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
 from streamrl.gserver.server.engine import Job
-from streamrl.gserver.vllm.client import VllmClient
+from streamrl.gserver.vllm.client import ResponseBuilder, VllmClient, request
 from streamrl.gserver.vllm.command import VllmLaunch, command, environment
 from streamrl.gserver.vllm.engine import StagedFile
 from streamrl.gserver.vllm.joined import become_server, join, joined_socket
-from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.lora import adapter_specs
 from streamrl.transport.generation import FinishReason, SamplingParams, VersionSpan
 from streamrl.transport.vllm import GENERATE, TokenReply

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.server.process import running
-from streamrl.gserver.sglang.joined import joined_server
+from streamrl.gserver.sglang.serving import joined_server
 from streamrl.transport.credentials import read_key
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
 from tests.forked import Forked

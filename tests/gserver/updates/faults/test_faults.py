@@ -21,7 +21,7 @@ import pytest
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.server.child import ChildServer
-from streamrl.gserver.sglang.joined import load
+from streamrl.gserver.sglang.serving import load
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.worker.weight_broadcast import Broadcaster

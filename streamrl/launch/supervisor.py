@@ -20,6 +20,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, cast
 
 import msgspec
@@ -111,31 +112,25 @@ class Restarts:
 # --- the supervisor ---
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Starts a launcher's processes, replaces those that die, and waits for the end of the run."""
 
-    def __init__(
-        self,
-        config: Config,
-        children: Children,
-        commands: ProcessCommands,
-        client: ControlClient,
-        *,
-        part: Literal["run", "trainer", "pool"],
-        goes_back: bool = True,
-        note: Callable[[str], None] = log.warning,
-    ) -> None:
-        """`part`: the part of the run that the launcher has. The run ends if a process of "run" or "trainer" cannot be
-        replaced; it continues without gservers and rollout workers of a "pool". `goes_back`: whether a controller or
-        model worker is replaced, and continues from the latest checkpoint. `note` shows a restart to the user."""
-        self._config = config
-        self._children = children
-        self._commands = commands
-        self._client = client
-        self._part = part
-        self._goes_back = goes_back
-        self._note = note
-        limits = config.restarts
+    config: Config
+    children: Children
+    commands: ProcessCommands
+    client: ControlClient
+    _: KW_ONLY
+    part: Literal["run", "trainer", "pool"]
+    """The part of the run that the launcher has. The run ends if a process of "run" or "trainer" cannot be replaced; it
+    continues without gservers and rollout workers of a "pool"."""
+    goes_back: bool = True
+    """Whether a controller or model worker is replaced, and continues from the latest checkpoint."""
+    note: Callable[[str], None] = log.warning
+    """Shows a restart to the user."""
+
+    def __post_init__(self) -> None:
+        limits = self.config.restarts
         self._restarts = Restarts(most=limits.number, window=limits.window_seconds, delay=limits.delay_seconds)
         self._joined: set[str] = set()
         """Names of processes that have joined the run at least once."""
@@ -150,7 +145,7 @@ class Supervisor:
 
     async def start(self, process: ProcessPlan, *, died: str = "") -> None:
         """Start `process`; `died`: how the process that it replaces died, empty if it replaces none."""
-        await self._children.start(process, self._commands.of(process, died=died))
+        await self.children.start(process, self.commands.of(process, died=died))
 
     def replace_none(self) -> None:
         """Replace no process from now on: the launcher leaves the run."""
@@ -171,7 +166,7 @@ class Supervisor:
         finally:
             await cancel(watching, *self._coming, *self._ending)
         await self._let_leave(last)
-        if last is not None and last.state == "stopped" and self._part != "pool":
+        if last is not None and last.state == "stopped" and self.part != "pool":
             raise RunStopped(f"the run was stopped: {last.message}")
 
     # Ends of processes
@@ -180,8 +175,8 @@ class Supervisor:
         """Handle the end of each process until the launcher has nothing left to do in this run; return the run's state.
 
         That is at the end of the controller, or of all processes if the controller is not among them."""
-        while self._children.awaited or self._coming:
-            child = await self._children.next_exit()
+        while self.children.awaited or self._coming:
+            child = await self.children.next_exit()
             status = await self._status() or self._last
             if await self._was_last(child, status):
                 return status
@@ -192,7 +187,7 @@ class Supervisor:
     async def _was_last(self, child: Child, status: Status | None) -> bool:
         """Handle the end of `child`; return whether the launcher has nothing left to do in this run."""
         state = "unknown" if status is None else status.state
-        if status is not None and state == "failed" and (child.exit_code or self._part != "pool"):
+        if status is not None and state == "failed" and (child.exit_code or self.part != "pool"):
             raise await self._failure(child, status)
         over, controls = state in ("finished", "stopped"), child.role == "controller"
         if _has_joined(child, status):
@@ -203,9 +198,9 @@ class Supervisor:
         if left or (over and not controls):
             if not left:
                 log.warning("%s %s when the run was over; nothing of it is lost", child.name, child.how_it_ended)
-            elif self._part == "pool":
+            elif self.part == "pool":
                 log.info("%s has left the run", child.name)
-            return controls or not self._children.awaited
+            return controls or not self.children.awaited
         if self._left_in_order(child, status):
             log.info("%s has left the run", child.name)
         elif (successor := _successor(child, status)) is not None:
@@ -224,7 +219,7 @@ class Supervisor:
         if child.exit_code != 0 or child.role not in ("gserver", "rollout"):
             return False
         members = status.processes if status is not None else []
-        return self._part == "pool" or not any(_is(process, child) for process in members)
+        return self.part == "pool" or not any(_is(process, child) for process in members)
 
     async def _replace(self, child: Child, status: Status | None) -> None:
         """Restart `child`, which died, or leave it out. Raises `ProcessDied` if the run cannot continue."""
@@ -233,8 +228,8 @@ class Supervisor:
             self._restart(child, 0.0)  # it has to begin from the checkpoint, and has not failed
             return
         failed = (child.exit_code or 0) > 0  # an error of its own would occur again
-        never_joined = self._part == "run" and child.name not in self._joined
-        if never_joined or (returns and (failed or not self._goes_back)):
+        never_joined = self.part == "run" and child.name not in self._joined
+        if never_joined or (returns and (failed or not self.goes_back)):
             raise await self._given_up(child, status)
         if child.role == "controller":
             self._end_model_workers()
@@ -245,16 +240,16 @@ class Supervisor:
         delay = restarts.allow(child.name, now=now)
         if delay is not None:
             count = f"({restarts.count(child.name)} of {restarts.most}, in {delay:g} s)"
-            self._note(f"{died}, and it is restarted {count}{_where(child)}")
+            self.note(f"{died}, and it is restarted {count}{_where(child)}")
             self._restart(child, delay)
             return
         others = self._others(child, status)
-        if not others and (returns or self._part == "run"):
+        if not others and (returns or self.part == "run"):
             raise await self._given_up(child, status, after=restarts.exhausted)
-        delay = restarts.rest(child.name, now=now) if self._part == "run" or status is not None else None
+        delay = restarts.rest(child.name, now=now) if self.part == "run" or status is not None else None
         text = "it is left out" if delay is None else f"it is tried again in {delay:.0f} s"
         names = f"; the run continues with {', '.join(sorted(others))}" if others else ""
-        self._note(f"{died}; {restarts.exhausted or 'it is never restarted'}{names}; {text}{_where(child)}")
+        self.note(f"{died}; {restarts.exhausted or 'it is never restarted'}{names}; {text}{_where(child)}")
         if delay is None:
             self._left_out = child
         else:
@@ -263,11 +258,11 @@ class Supervisor:
     def _others(self, child: Child, status: Status | None) -> set[str]:
         """Return the names of other processes that do the work of `child`, or are about to."""
         role = child.role
-        if role in ("controller", "model_worker") or (role == "rollout" and self._config.trainer.synchronous):
+        if role in ("controller", "model_worker") or (role == "rollout" and self.config.trainer.synchronous):
             return set()  # each process has work that no other can do
         states = {f"{p.role}/{p.index}": p.state for p in status.processes if p.role == role} if status else {}
-        ours = {known.name for known in self._children.known if known.role == role}
-        running = {other.name for other in self._children.members if other.role == role}
+        ours = {known.name for known in self.children.known if known.role == role}
+        running = {other.name for other in self.children.members if other.role == role}
         silent = {name for name, state in states.items() if state == "silent"}
         coming = set(self._coming.values()) & ours
         return (((running | (states.keys() - ours)) - silent) | coming) - {child.name}
@@ -289,9 +284,9 @@ class Supervisor:
         In a pool, it gets a new index if another process has the index of `child`: a restarted controller may have
         assigned that index before this process joined it.
         """
-        if self._part == "pool" and child.exit_code == EXIT_PLACE_TAKEN:
+        if self.part == "pool" and child.exit_code == EXIT_PLACE_TAKEN:
             try:
-                index = await place_of(self._client, self._config, cast(Role, child.role))
+                index = await place_of(self.client, self.config, cast(Role, child.role))
                 return msgspec.structs.replace(child.process, index=index)
             except StreamRLError as error:
                 log.warning("there is no new index for %s: %s", child.name, error)
@@ -299,7 +294,7 @@ class Supervisor:
 
     def _end_model_workers(self) -> None:
         """Kill the model workers of a dead controller: those that hang would not notice the next one."""
-        for child in self._children.members:
+        for child in self.children.members:
             if child.role == "model_worker":
                 self._begin_end(child.end_by_force("the run goes back"), child)
 
@@ -311,7 +306,7 @@ class Supervisor:
     async def _let_leave(self, last: Status | None) -> None:
         """Wait until the processes that have joined the run leave it; the others do not learn of its end.
         `last`: the run's state at its end."""
-        leaving = [child for child in self._children.members if _has_joined(child, last)]
+        leaving = [child for child in self.children.members if _has_joined(child, last)]
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 for child in leaving:
@@ -331,7 +326,7 @@ class Supervisor:
         ending: dict[Child, asyncio.Task[None]] = {}
         while True:
             try:
-                silence = await self._client.silence(changes)
+                silence = await self.client.silence(changes)
             except StreamRLError as error:  # an end of the controller is detected by its exit
                 await retry.pause(error)
                 while await self._status() is None:  # replies sooner than the request above, which is a long poll
@@ -347,7 +342,7 @@ class Supervisor:
                 return
             changes = silence.changes
             silent = {(process.role, process.index, process.pid) for process in silence.processes}
-            for child in self._children.members:
+            for child in self.children.members:
                 if child.role == "controller":
                     continue
                 if (child.role, child.process.index, child.pid) not in silent:
@@ -360,7 +355,7 @@ class Supervisor:
 
     async def _end_controller(self) -> None:
         """End by force the controller, if this launcher started it and it is not just starting."""
-        for child in self._children.members:
+        for child in self.children.members:
             if child.role == "controller" and time.monotonic() - child.began > STARTED_SECONDS:
                 await child.end_by_force("it has not replied for too long")
 
@@ -368,7 +363,7 @@ class Supervisor:
 
     async def _status(self) -> Status | None:
         try:
-            return await self._client.status()
+            return await self.client.status()
         except StreamRLError as error:  # the controller may be the process that died
             log.debug("the controller does not return its state: %s", error)
             return None
@@ -377,7 +372,7 @@ class Supervisor:
         """Report to the controller that a model worker has died, so that the run goes back at once."""
         leave = Leave(role="model_worker", index=child.process.index, pid=child.pid, death=child.reason())
         try:
-            await self._client.leave(leave)
+            await self.client.leave(leave)
         except StreamRLError as error:  # the controller detects the death by itself
             log.debug("the controller does not accept the report of the death of %s: %s", child.name, error)
 
@@ -385,7 +380,7 @@ class Supervisor:
         """Report to the controller that the run has failed, before survivors report the consequences."""
         try:
             async with asyncio.timeout(REPORT_SECONDS):
-                await self._client.finish_run(FinishRun(error=reason), patience=0.0)
+                await self.client.finish_run(FinishRun(error=reason), patience=0.0)
         except (StreamRLError, TimeoutError) as error:  # the controller may be the process that died
             log.debug("the reason why the run failed does not reach the controller: %s", error)
 
@@ -400,7 +395,7 @@ class Supervisor:
         after = f"; {after}" if after else ""
         unheard = "" if status is not None or controls else "; the controller does not reply"
         died = ProcessDied(f"{before}{child.obituary()}{after}", reason=f"{before}{child.reason()}{after}{unheard}")
-        if self._part == "run" or child.name in self._joined:
+        if self.part == "run" or child.name in self._joined:
             await self._report_failure(died.reason)
         return died
 
@@ -411,12 +406,12 @@ class Supervisor:
         not causes.
         """
         message = status.message
-        killed = next((child for child in (first, *self._children.others_ended()) if child.was_killed), None)
+        killed = next((child for child in (first, *self.children.others_ended()) if child.was_killed), None)
         if killed is not None:
             reason = f"{killed.reason()}; then {message}"
             died = ProcessDied(f"the run failed: {reason}\n{killed.obituary()}", reason=reason)
         else:
-            known = self._children.known
+            known = self.children.known
             culprit = next((child for child in known if message.startswith(f"{child.name}:")), first)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CULPRIT_SECONDS):
@@ -424,7 +419,7 @@ class Supervisor:
             text = f"the run failed: {message}"
             details = "" if culprit.exit_code == 0 else f"\n{culprit.obituary()}"
             died = ProcessDied(text + details, reason=message)
-        if self._part != "pool":
+        if self.part != "pool":
             await self._report_failure(died.reason)
         return died
 

@@ -24,6 +24,7 @@ import math
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Literal
 
 import msgspec
@@ -64,41 +65,34 @@ OnTokens = Callable[[list[int]], None]
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Generator:
     """Requests responses from gservers, with the sampling parameters of the run."""
 
-    def __init__(
-        self,
-        client: GenerationClient,
-        *,
-        sampling: SamplingConfig,
-        seed: int,
-        patience: float,
-        tokens_per_request: int,
-        decode: Decode,
-        eos_token_ids: Collection[int],
-        policy_version: Callable[[], int],
-        history: Callable[[], LineageHistory] = LineageHistory,
-        named_adapters: bool = False,
-        return_routed_experts: bool = False,
-    ) -> None:
-        """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
-        longer responses are requested in parts. `decode` and `eos_token_ids` belong to the model. `policy_version`
-        returns the version that gservers serve, or an older one; `history` returns the history of the present weights.
-        `named_adapters`: as in `Config`. `return_routed_experts`: request the experts that compute each token."""
-        self._named_adapters = named_adapters
-        self._return_routed_experts = return_routed_experts
-        self._tokens_per_request = tokens_per_request
+    client: GenerationClient
+    _: KW_ONLY
+    sampling: SamplingConfig
+    seed: int
+    patience: float
+    """Seconds without a single new token after which a response is given up."""
+    tokens_per_request: int
+    """Longer responses are requested in parts."""
+    decode: InitVar[Decode]
+    eos_token_ids: InitVar[Collection[int]]
+    policy_version: Callable[[], int]
+    """Returns the version that gservers serve, or an older one."""
+    history: Callable[[], LineageHistory] = LineageHistory
+    """Returns the history of the present weights."""
+    named_adapters: bool = False
+    """As in `Config`."""
+    return_routed_experts: bool = False
+    """Whether the experts that compute each token are requested."""
+
+    def __post_init__(self, decode: Decode, eos_token_ids: Collection[int]) -> None:
         self._endings = Endings(
-            tokens={*eos_token_ids, *sampling.stop_token_ids}, strings=StopStrings(sampling.stop, decode)
+            tokens={*eos_token_ids, *self.sampling.stop_token_ids}, strings=StopStrings(self.sampling.stop, decode)
         )
-        self._client = client
-        self._siblings = SiblingRequests(client)
-        self._sampling = sampling
-        self._seed = seed
-        self._policy_version = policy_version
-        self._history = history
-        self._patience = patience
+        self._siblings = SiblingRequests(self.client)
 
     async def generate(
         self,
@@ -122,21 +116,21 @@ class Generator:
         """
         response = _PartialResponse(prompt=len(input_ids))
         endings = self._endings.and_also(tokens=stop_token_ids, strings=stop)
-        route.resumable &= on_tokens is None and not self._named_adapters
+        route.resumable &= on_tokens is None and not self.named_adapters
         retry = Retry(
-            f"request {rid}", patience=self._patience, first_pause=FIRST_PAUSE_SECONDS, warn_after=WARNING_SECONDS
+            f"request {rid}", patience=self.patience, first_pause=FIRST_PAUSE_SECONDS, warn_after=WARNING_SECONDS
         )
         while True:
             gserver, before = route.gserver, len(response.ids)
-            version, history = self._policy_version(), self._history()
-            budget = min(max_new_tokens - before, self._tokens_per_request)
+            version, history = self.policy_version(), self.history()
+            budget = min(max_new_tokens - before, self.tokens_per_request)
             request = GenerateRequest(
                 input_ids=[*input_ids, *response.ids],
                 sampling_params=self._params(budget, rid, before, stop, stop_token_ids, streamed=on_tokens is not None),
                 rid=f"{rid}/{response.interruptions}-{uuid.uuid4().hex[:8]}",
                 return_logprob=True,
-                return_routed_experts=self._return_routed_experts,
-                lora_path=adapter_name(version) if self._named_adapters else None,
+                return_routed_experts=self.return_routed_experts,
+                lora_path=adapter_name(version) if self.named_adapters else None,
             )
             broken = False
             try:
@@ -182,9 +176,9 @@ class Generator:
 
         `version`, `history`: the policy version and the history of its weights at the time of the request.
         """
-        if self._named_adapters:
+        if self.named_adapters:
             return with_version(reply, history.label(version)), False
-        present = self._history()
+        present = self.history()
         usable = of_history(reply, present, requested_in=history)
         return with_version_spans(usable, version, present), usable is not reply
 
@@ -210,7 +204,7 @@ class Generator:
                 on_tokens(part.output_ids[len(told) :])
 
         try:
-            reply = await self._client.generate_streamed(gserver, request, take)
+            reply = await self.client.generate_streamed(gserver, request, take)
         except (PeerError, DeadlineExceeded) as error:
             if latest is None:
                 raise
@@ -238,9 +232,9 @@ class Generator:
     ) -> SamplingParams:
         """Return the parameters of one request. Each request has its own seed, which depends on the run's seed, `rid`
         and the position of the first token."""
-        digest = hashlib.blake2b(f"{self._seed}/{rid}/{position}".encode(), digest_size=4).digest()
+        digest = hashlib.blake2b(f"{self.seed}/{rid}/{position}".encode(), digest_size=4).digest()
         return msgspec.structs.replace(
-            sampling_params(self._sampling, max_new_tokens=max_new_tokens, stop=stop, stop_token_ids=stop_token_ids),
+            sampling_params(self.sampling, max_new_tokens=max_new_tokens, stop=stop, stop_token_ids=stop_token_ids),
             sampling_seed=int.from_bytes(digest, "little") >> 1,
             stream_interval=max(1, max_new_tokens // STREAM_EVENTS) if streamed else None,
         )

@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ MACHINE_SECONDS = "machine_processor_seconds_total"
 """Processor time of all processes on the machine, of all users."""
 
 
+@dataclass(eq=False)
 class Membership:
     """Joins the run with `join`, and sends heartbeats until `leave`.
 
@@ -39,27 +41,24 @@ class Membership:
     the run has gone back to a checkpoint that this process did not start from; then `stopping` is set, too.
     """
 
-    def __init__(
-        self,
-        client: ControlClient,
-        *,
-        role: Role,
-        index: int,
-        address: str,
-        config: Config,
-        model: str = "",
-        stats: Callable[[], dict[str, float]] = dict,
-        failure: Callable[[], FrequentFailure | None] = lambda: None,
-        begins_from: str = "",
-        gpu: str = "",
-    ) -> None:
-        """`address`: where others reach the process; `begins_from`, `gpu`: as in `Register`; `failure`: as in
-        `Heartbeat`."""
+    client: ControlClient
+    _: KW_ONLY
+    role: Role
+    index: int
+    address: str
+    """Where others reach the process."""
+    config: Config
+    model: str = ""
+    stats: Callable[[], dict[str, float]] = dict
+    failure: Callable[[], FrequentFailure | None] = lambda: None
+    """As in `Heartbeat`."""
+    begins_from: str = ""
+    gpu: str = ""
+    """Both as in `Register`."""
+
+    def __post_init__(self) -> None:
         self.granted = RegisterReply(policy_version=0, heartbeat_seconds=0.0)
         """The manager's reply when this process joined."""
-        self.client = client
-        self.role: Role = role
-        self.index = index
         self.stopping = asyncio.Event()
         self.leaving = asyncio.Event()
         self.lost: StreamRLError | None = None
@@ -74,14 +73,7 @@ class Membership:
         """Set when the run has gone back to a checkpoint, or started again, under another lineage."""
         self.times_back = 0
         """How often a rollout worker has gone back with the run, and kept groups of an earlier lineage."""
-        self._address = address
-        self._config = config
         self._process = uuid.uuid4().hex
-        self._model = model
-        self._begins_from = begins_from
-        self._gpu = gpu
-        self._stats = stats
-        self._failure = failure
         self._beating: asyncio.Task[None] | None = None
 
     def note_version(self, policy_version: int) -> None:
@@ -158,17 +150,17 @@ class Membership:
         return Register(
             role=self.role,
             index=self.index,
-            address=self._address,
-            config_digest=self._config.digest(),
-            settings=self._config.shared_changes(),
+            address=self.address,
+            config_digest=self.config.digest(),
+            settings=self.config.shared_changes(),
             pid=os.getpid(),
             host=socket.gethostname(),
             machine=machine_identity(),
             process_space=process_space(),
-            gpu=self._gpu,
+            gpu=self.gpu,
             process=self._process,
-            model=self._model,
-            begins_from=self._begins_from,
+            model=self.model,
+            begins_from=self.begins_from,
             joined_before=self.granted.lineage,
         )
 
@@ -189,10 +181,10 @@ class Membership:
         message = Heartbeat(
             role=self.role,
             index=self.index,
-            stats={} if error else {**finite(self._stats()), **processor_seconds()},
+            stats={} if error else {**finite(self.stats()), **processor_seconds()},
             waiting_for=self.waiting_for,
             error=error,
-            failure=self._failure(),
+            failure=self.failure(),
         )
         try:
             reply = await self.client.heartbeat(message, patience=patience)

@@ -59,4 +59,4 @@ async def test_agents_elsewhere_may_ask_by_the_name_that_they_are_told(tmp_path:
         told = urlsplit(workflow.url)
         assert told.hostname == "rollout.example"
         assert await status_at(f"http://127.0.0.1:{told.port}", Host=told.netloc) == 401
-        assert workflow.gateway._vocab_size == vocab_size(model_dir)
+        assert workflow.gateway.vocab_size == vocab_size(model_dir)

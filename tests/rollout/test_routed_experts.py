@@ -82,7 +82,7 @@ async def test_a_response_in_parts_has_the_experts_of_one_in_a_piece(tmp_path: P
         for part in (64, 5):
             generator = make_generator(client, patience=20.0, part=part, temperature=0.0)
             for asks in (True, False):
-                generator._return_routed_experts = asks
+                generator.return_routed_experts = asks
                 route = GroupRoute(server.url, find_another=no_other)
                 found.append(await generator.generate(prompt(9), max_new_tokens=14, rid="0.0.0", route=route))
     await client.close()

@@ -17,6 +17,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 
 from streamrl.config import Config, by_task
 from streamrl.gserver.manager.checks import GserverChecks
@@ -219,44 +220,35 @@ class Admissions:
 # --- the calls ---
 
 
+@dataclass(kw_only=True, eq=False)
 class GroupCalls:
     """The calls about groups and held-out prompts: admit, keep, route, in flight, reject, and held-out results.
 
-    `live_workers` returns how many rollout workers share the room. Nothing is admitted before `start`.
+    Nothing is admitted before `start`.
     """
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        ledger: Ledger,
-        admissions: Admissions,
-        sampler: RowSampler | None,
-        evaluations: Evaluations,
-        fleet: Fleet,
-        checks: GserverChecks,
-        members: Members,
-        state: RunState,
-        live_workers: Callable[[], int],
-    ) -> None:
+    config: InitVar[Config]
+    ledger: Ledger
+    admissions: Admissions
+    sampler: RowSampler | None
+    evaluations: Evaluations
+    fleet: Fleet
+    checks: GserverChecks
+    members: Members
+    state: RunState
+    live_workers: Callable[[], int]
+    """Returns how many rollout workers share the room."""
+
+    def __post_init__(self, config: Config) -> None:
         self._data = DataFacts(rows=0)
         self._held_out_data = DataFacts(rows=0)
         self._epochs = config.run.total_train_epochs
         self._tasks = list(by_task(config))
-        self._ledger = ledger
-        self._admissions = admissions
-        self._sampler = sampler
-        self._evaluations = evaluations
-        self._fleet = fleet
-        self._checks = checks
-        self._members = members
-        self._state = state
-        self._live_workers = live_workers
         self._admitting = False
         self._training_over = False
         self._paused = False
         self._most_drift = config.staleness.most_drift
-        ledger.observers.append(state.admissions.wake)
+        self.ledger.observers.append(self.state.admissions.wake)
 
     def begin(self, lineage: Lineage, begun: Progress | None) -> None:
         """Take all groups back, and count from the progress `begun` at which `lineage` begins, or from zero if None.
@@ -265,20 +257,20 @@ class GroupCalls:
         """
         self._admitting = self._training_over = False
         if begun is None:
-            self._ledger.restore(lineage, trained=(), rejected=())
-            self._ledger.admitted_staleness = 0 if self._most_drift else self._ledger.max_staleness
+            self.ledger.restore(lineage, trained=(), rejected=())
+            self.ledger.admitted_staleness = 0 if self._most_drift else self.ledger.max_staleness
             return
         if begun.data_rows:
             self._set_data(DataFacts(begun.data_rows, begun.data_digest, begun.data_of_tasks))
-        self._ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs(), rows=begun.rows)
+        self.ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs(), rows=begun.rows)
         watch = begun.watch.resumed(most_drift=self._most_drift)
-        self._ledger.admitted_staleness = watch.staleness(self._ledger.max_staleness)
+        self.ledger.admitted_staleness = watch.staleness(self.ledger.max_staleness)
         log.info("the run continues at version %d, after %d groups", begun.policy_version, begun.groups_trained)
 
     def start(self) -> None:
         """Admit from now on, unless training is over."""
         self._admitting = not self._training_over
-        self._state.admissions.wake()
+        self.state.admissions.wake()
 
     def stop(self) -> None:
         """Start no further group, since training is over."""
@@ -287,20 +279,20 @@ class GroupCalls:
 
     def limit_staleness(self, staleness: int) -> None:
         """Admit by this `max_staleness` from now on, if it is less than the configured one."""
-        self._ledger.admitted_staleness = min(staleness, self._ledger.max_staleness)
-        self._state.admissions.wake()
+        self.ledger.admitted_staleness = min(staleness, self.ledger.max_staleness)
+        self.state.admissions.wake()
 
     def set_staleness(self, staleness: int) -> None:
         """Set `max_staleness` for admission and for batches; from the next step on `most_drift` limits admission."""
-        self._ledger.max_staleness = self._ledger.admitted_staleness = staleness
+        self.ledger.max_staleness = self.ledger.admitted_staleness = staleness
         log.info("max_staleness is %d from now on", staleness)
-        self._state.admissions.wake()
+        self.state.admissions.wake()
 
     def pause(self, paused: bool) -> None:
         """Start no further group while `paused`; groups that run are finished."""
         self._paused = paused
         log.info("no group starts until the run is resumed" if paused else "groups start again")
-        self._state.admissions.wake()
+        self.state.admissions.wake()
 
     async def admit(self, message: Admit) -> AdmitReply:
         """Start groups as soon as there is room in the ledger and a gserver with capacity, or a held-out prompt once
@@ -308,7 +300,7 @@ class GroupCalls:
 
         Return none after a long poll, and none at once for a count of 0, which only reports the data.
         """
-        member = self._members.caller("rollout", message.worker)
+        member = self.members.caller("rollout", message.worker)
         if message.data.rows:
             self._compare_data(member, message.data, held_out=message.held_out)
 
@@ -317,7 +309,7 @@ class GroupCalls:
         def attempt() -> list[Admission] | None:
             if member.gone:
                 return []  # its leases would belong to the process that now has its name, which renews them
-            if not self._members.is_of_this_lineage(member):
+            if not self.members.is_of_this_lineage(member):
                 return []  # it registers again first
             if message.times_back < member.times_back:
                 return []  # it no longer waits for this reply, and its heartbeats would renew the leases
@@ -325,86 +317,86 @@ class GroupCalls:
                 return self._take_held_out(member, ticket)
             if self._paused or not self._admitting:
                 return None
-            workers, now = self._live_workers(), time.monotonic()
-            return self._admissions.take(name, count, workers=workers, ticket=ticket, now=now) or None
+            workers, now = self.live_workers(), time.monotonic()
+            return self.admissions.take(name, count, workers=workers, ticket=ticket, now=now) or None
 
         # Groups that were already given are returned without waiting: calls in the queue may wait for these to end.
-        found = self._admissions.given(name, ticket)
-        if found is None and count and not self._state.over:
-            queue = self._state.held_out if held_out else self._state.admissions
+        found = self.admissions.given(name, ticket)
+        if found is None and count and not self.state.over:
+            queue = self.state.held_out if held_out else self.state.admissions
             found = await queue.find(attempt, timeout=LONG_POLL_SECONDS)
-            self._state.held_out.wake()  # a group that has begun, or no longer waits, leaves a place or a turn
-        if self._state.over:
-            self._members.tell_over(member)
+            self.state.held_out.wake()  # a group that has begun, or no longer waits, leaves a place or a turn
+        if self.state.over:
+            self.members.tell_over(member)
             found = None
-        return AdmitReply(admissions=found or [], policy_version=self._ledger.policy_version, stop=self._state.over)
+        return AdmitReply(admissions=found or [], policy_version=self.ledger.policy_version, stop=self.state.over)
 
     async def keep(self, message: Keep) -> KeepReply:
         """Have a worker finish groups that were admitted to it before the run went back."""
-        member = self._members.caller("rollout", message.worker)
+        member = self.members.caller("rollout", message.worker)
         member.times_back = max(member.times_back, message.times_back)
-        kept = self._admissions.keep(member.name, message.groups, now=time.monotonic())
-        self._evaluations.give_back(member.name, lost=False)
+        kept = self.admissions.keep(member.name, message.groups, now=time.monotonic())
+        self.evaluations.give_back(member.name, lost=False)
         if message.groups:
             log.info("%s keeps %d of %d groups that it has in hand", member.name, len(kept), len(message.groups))
-        return KeepReply(kept, policy_version=self._ledger.policy_version)
+        return KeepReply(kept, policy_version=self.ledger.policy_version)
 
     async def route(self, message: AskRoute) -> RouteReply:
         """Return a gserver in place of the one that failed, which is checked; none after a long poll, or once the run
         is over."""
-        member = self._members.caller("rollout", message.worker)
-        if self._state.over:
+        member = self.members.caller("rollout", message.worker)
+        if self.state.over:
             return RouteReply(gserver="")
 
         def choose(avoid: str) -> Gserver | None:
             name, seq, now = member.name, message.seq, time.monotonic()
             if message.evaluation:
-                return self._evaluations.reroute(name, message.evaluation, seq, avoid=avoid, now=now)
-            return self._admissions.reroute(name, seq, avoid=avoid, now=now)
+                return self.evaluations.reroute(name, message.evaluation, seq, avoid=avoid, now=now)
+            return self.admissions.reroute(name, seq, avoid=avoid, now=now)
 
-        suspect = self._fleet.serving_at(message.failed)
-        check = self._checks.start(suspect) if suspect is not None else None
+        suspect = self.fleet.serving_at(message.failed)
+        check = self.checks.start(suspect) if suspect is not None else None
         choice = choose(message.failed)
         if choice is None:
             if check is not None:
                 await asyncio.wait({check})
-            choice = await self._state.routes.find(lambda: choose(""), timeout=LONG_POLL_SECONDS)
-        return RouteReply(gserver="" if choice is None or self._state.over else choice.address)
+            choice = await self.state.routes.find(lambda: choose(""), timeout=LONG_POLL_SECONDS)
+        return RouteReply(gserver="" if choice is None or self.state.over else choice.address)
 
     async def in_flight(self, message: InFlight) -> InFlightReply:
         """Note the requests that a worker's groups have in flight; the reply sets the time until the next report."""
         now = time.monotonic()
-        worker = self._members.caller("rollout", message.worker).name
+        worker = self.members.caller("rollout", message.worker).name
         for group in message.groups:
-            self._admissions.in_flight(worker, group.seq, Work(group.requests, group.tokens), now=now)
-        pause = max(LEAST_PAUSE_SECONDS, self._live_workers() / REPORTS_PER_SECOND)
+            self.admissions.in_flight(worker, group.seq, Work(group.requests, group.tokens), now=now)
+        pause = max(LEAST_PAUSE_SECONDS, self.live_workers() / REPORTS_PER_SECOND)
         return InFlightReply(pause_seconds=pause)
 
     async def reject(self, message: Reject) -> Done:
         """Give a prompt up."""
-        worker = self._members.caller("rollout", message.worker).name
-        self._admissions.reject(worker, message.seq, message.reason, reward=message.reward)
+        worker = self.members.caller("rollout", message.worker).name
+        self.admissions.reject(worker, message.seq, message.reason, reward=message.reward)
         return Done()
 
     async def held_out_result(self, message: HeldOutResult) -> Done:
         """Count the result of a held-out prompt; raises the errors of `Evaluations.count`."""
-        self._members.caller("rollout", message.worker)
-        self._evaluations.count(message)
-        self._state.held_out.wake()
+        self.members.caller("rollout", message.worker)
+        self.evaluations.count(message)
+        self.state.held_out.wake()
         return Done()
 
     def _take_held_out(self, member: Member, ticket: str) -> list[Admission] | None:
         """Return a held-out prompt for `member`, or the one given under `ticket` before; None if none may begin now."""
         if member.silent:
             return []  # its prompts are given to others
-        if given := self._admissions.given(member.name, ticket):
+        if given := self.admissions.given(member.name, ticket):
             return given
-        wait = self._admitting and self._ledger.room > 0 and len(self._state.admissions) > 0
-        begun, now = self._admissions.admitted, time.monotonic()
-        prompt = self._evaluations.take(member.name, groups_begun=begun, groups_wait=wait, now=now)
+        wait = self._admitting and self.ledger.room > 0 and len(self.state.admissions) > 0
+        begun, now = self.admissions.admitted, time.monotonic()
+        prompt = self.evaluations.take(member.name, groups_begun=begun, groups_wait=wait, now=now)
         if prompt is None:
             return None
-        self._admissions.remember(member.name, ticket, [prompt])
+        self.admissions.remember(member.name, ticket, [prompt])
         return [prompt]
 
     @property
@@ -414,19 +406,19 @@ class GroupCalls:
 
     async def data(self) -> DataFacts:
         """Wait until a rollout worker has reported the facts of the training data."""
-        await self._state.changed.until(lambda: self.data_rows > 0)
+        await self.state.changed.until(lambda: self.data_rows > 0)
         return self._data
 
     def _compare_data(self, member: Member, data: DataFacts, *, held_out: bool) -> None:
         known = self._held_out_data if held_out else self._data
         if not known.rows and held_out:
             self._held_out_data = data
-            self._evaluations.set_prompts(data.rows)
+            self.evaluations.set_prompts(data.rows)
         elif not known.rows:
             self._set_data(data)
-            self._state.changed.notify()
+            self.state.changed.notify()
         elif data != known:
-            self._state.end(
+            self.state.end(
                 "failed",
                 f"{member.name} has {data.rows} rows of {'held-out' if held_out else 'training'} data (fingerprint "
                 f"{data.digest}), the run has {known.rows} ({known.digest}): sequence numbers would mean other "
@@ -435,7 +427,7 @@ class GroupCalls:
 
     def _set_data(self, data: DataFacts) -> None:
         self._data = data
-        if self._sampler is not None:
+        if self.sampler is not None:
             rows = data.of_tasks or [data.rows]
-            self._sampler.rows = dict(zip(self._tasks, rows, strict=True))
-        self._ledger.ends_after = None if self._epochs is None else self._epochs * data.rows
+            self.sampler.rows = dict(zip(self._tasks, rows, strict=True))
+        self.ledger.ends_after = None if self._epochs is None else self._epochs * data.rows

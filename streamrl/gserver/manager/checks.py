@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -40,20 +41,16 @@ NO_MODEL = "simulated"
 """Name of the engine that has no model."""
 
 
+@dataclass(kw_only=True, eq=False)
 class GserverChecks:
     """Requests the abilities and the weight version of gservers, and compares the version with the ledger's. Calls
     `on_checked` after every check."""
 
-    def __init__(
-        self,
-        *,
-        calls: WeightCalls,
-        ledger: Ledger,
-        on_checked: Callable[[], None],
-    ) -> None:
-        self._calls = calls
-        self._ledger = ledger
-        self._on_checked = on_checked
+    calls: WeightCalls
+    ledger: Ledger
+    on_checked: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._running: dict[Gserver, asyncio.Task[None]] = {}
 
     def start(self, gserver: Gserver) -> asyncio.Task[None]:
@@ -71,21 +68,21 @@ class GserverChecks:
 
     async def _check(self, gserver: Gserver) -> None:
         try:
-            gserver.info = await self._calls.info(gserver)
+            gserver.info = await self.calls.info(gserver)
             if gserver.state is MemberState.SUSPECT:
-                await self._calls.resume(gserver, timeout=ANSWER_SECONDS)
-            label = await self._calls.label(gserver)
+                await self.calls.resume(gserver, timeout=ANSWER_SECONDS)
+            label = await self.calls.label(gserver)
         except StreamRLError as error:
             log.warning("%s takes no groups until it replies: %s", gserver.name, error)
             gserver.handle(MemberEvent.UNREACHABLE)
         else:
             self._found(gserver, label)
-        self._on_checked()
+        self.on_checked()
 
     def _found(self, gserver: Gserver, label: str) -> None:
         """Compare `label`, by which `gserver` labels its weights, with the current version, and update its state."""
         unchecked = gserver.state in (MemberState.UNCHECKED, MemberState.SUSPECT)
-        wanted = self._ledger.lineage.label(self._ledger.policy_version)
+        wanted = self.ledger.lineage.label(self.ledger.policy_version)
         if serves(label, wanted):
             gserver.handle(MemberEvent.FOUND_CURRENT)
             if unchecked:
@@ -109,15 +106,17 @@ class Question(NamedTuple):
     """Index of the first token, above 0, to score; all tokens after it are scored, too."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Comparisons:
     """Requests scores from gservers under the ledger's policy version, and keeps them."""
 
-    def __init__(self, *, fleet: Fleet, client: GenerationClient, ledger: Ledger, named_adapters: bool = False) -> None:
-        """`named_adapters`: as in `Config`."""
-        self._named_adapters = named_adapters
-        self._fleet = fleet
-        self._client = client
-        self._ledger = ledger
+    fleet: Fleet
+    client: GenerationClient
+    ledger: Ledger
+    named_adapters: bool = False
+    """As in `Config`."""
+
+    def __post_init__(self) -> None:
         self._asked: Question | None = None
         """The latest comparison; its version may not be served yet."""
         self._scores: dict[int, dict[Gserver, Scores]] = {}
@@ -137,7 +136,7 @@ class Comparisons:
 
     def look(self) -> None:
         """Request scores from all gservers that serve the version of the comparison."""
-        for gserver in self._fleet.serving():
+        for gserver in self.fleet.serving():
             self.look_at(gserver)
 
     def look_at(self, gserver: Gserver) -> None:
@@ -146,7 +145,7 @@ class Comparisons:
         A failed request is repeated.
         """
         question = self._asked
-        if question is None or question.version != self._ledger.policy_version or not gserver.serving:
+        if question is None or question.version != self.ledger.policy_version or not gserver.serving:
             return
         before = self._scores.get(question.version, {}).get(gserver)
         if gserver in self._running or (before is not None and not before.problem):
@@ -178,12 +177,12 @@ class Comparisons:
             score = Scores(gserver.name, problem="its engine is simulated, it has no model")
         else:
             try:
-                reply = await self._client.generate(gserver.address, self._request(question))
+                reply = await self.client.generate(gserver.address, self._request(question))
             except StreamRLError as error:
                 score = Scores(gserver.name, problem=str(error))
             else:
                 score = read_scores(
-                    reply, question, gserver=gserver.name, label=self._ledger.lineage.label(question.version)
+                    reply, question, gserver=gserver.name, label=self.ledger.lineage.label(question.version)
                 )
         score = msgspec.structs.replace(score, seconds=time.monotonic() - began)
         self._scores.setdefault(question.version, {})[gserver] = score
@@ -195,7 +194,7 @@ class Comparisons:
             sampling_params=SamplingParams(max_new_tokens=0),
             return_logprob=True,
             logprob_start_len=question.start - 1,  # SGLang returns no log-probability for the first token
-            lora_path=adapter_name(question.version) if self._named_adapters else None,
+            lora_path=adapter_name(question.version) if self.named_adapters else None,
         )
 
 

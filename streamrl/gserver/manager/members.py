@@ -18,6 +18,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -67,65 +68,49 @@ ASKED_TO_LEAVE = (MemberState.DRAINING, MemberState.HANDING_OVER, MemberState.LE
 """States in which a further `drain` changes nothing."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Members:
     """The membership calls of a run.
 
     A process counts as silent when it has sent nothing for a lease (`limits.silence_seconds`), a process of the trainer
     not before `TRAINER_PATIENCE_SECONDS`.
-
-    `open_to_others`: whether other machines can reach the manager; every member must then be reachable from them.
-
-    `on_heard` is called with each member that has made a call; its `stats` are then those in its last heartbeat.
-    `on_died` is called with a description of a model worker's death. `updating` returns whether a weight update is in
-    progress.
     """
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        registry: Registry,
-        access: Access,
-        state: RunState,
-        timeline: Timeline,
-        ledger: Ledger,
-        calls: WeightCalls,
-        updating: Callable[[], bool],
-        on_joined: Callable[[Member], None],
-        on_heard: Callable[[Member], None],
-        on_silent: Callable[[Member], None],
-        on_left: Callable[[Member], None],
-        on_died: Callable[[str], None],
-        open_to_others: bool = False,
-    ) -> None:
-        self._config = config
-        self._open = open_to_others
-        self._resume_point = _resume_point(config)
-        self._lineage = ledger.lineage
+    config: Config
+    registry: Registry
+    access: Access
+    state: RunState
+    timeline: Timeline
+    ledger: Ledger
+    calls: WeightCalls
+    updating: Callable[[], bool]
+    """Returns whether a weight update is in progress."""
+    on_joined: Callable[[Member], None]
+    on_heard: Callable[[Member], None]
+    """Called with each member that has made a call; its `stats` are then those in its last heartbeat."""
+    on_silent: Callable[[Member], None]
+    on_left: Callable[[Member], None]
+    on_died: Callable[[str], None]
+    """Called with a description of a model worker's death."""
+    open_to_others: bool = False
+    """Whether other machines can reach the manager; every member must then be reachable from them."""
+
+    def __post_init__(self) -> None:
+        self._resume_point = _resume_point(self.config)
+        self._lineage = self.ledger.lineage
         self._gone_back = False
         self._left_behind: list[Member] = []
         """Model workers of earlier lineages that have to end."""
         self._model: tuple[str, str] | None = None
         """Fingerprint of the run's first weights, and the name of the member that reported it."""
-        self._configured: dict[Role, int] = {"gserver": config.gserver.count, "rollout": config.rollout.workers}
+        self._configured: dict[Role, int] = {
+            "gserver": self.config.gserver.count,
+            "rollout": self.config.rollout.workers,
+        }
         self._promised: dict[tuple[Role, int], tuple[float, Member | None]] = {}
         """Reserved indices → expiry of the reservation, and the member that held the index when it was reserved.
         Another holder means that a process has joined under it since."""
         self._draining: set[asyncio.Task[None]] = set()
-        self._heartbeat_seconds = config.limits.heartbeat_seconds
-        self._registry = registry
-        self._access = access
-        self._lease = config.limits.silence_seconds
-        self._state = state
-        self._timeline = timeline
-        self._ledger = ledger
-        self._on_joined = on_joined
-        self._on_heard = on_heard
-        self._on_silent = on_silent
-        self._calls = calls
-        self._updating = updating
-        self._on_left = on_left
-        self._on_died = on_died
 
     async def register(self, message: Register) -> RegisterReply:
         """Enter a process. A repeated registration, after a lost reply or an unknown membership, changes nothing.
@@ -143,28 +128,28 @@ class Members:
         """Enter a process as `register` does, or the controller, which is this process."""
         who = f"{message.role}/{message.index}"
         sender = f"{who} (process {message.pid} on {message.host})"
-        self._config.check_shared(message.settings, message.config_digest, who=sender)
+        self.config.check_shared(message.settings, message.config_digest, who=sender)
         self._check_beginning(message, sender=sender)
         self._check_model(message, who=who)
         self._check_address(message, sender=sender)
         now = time.monotonic()
-        member = self._registry.registered(message)
+        member = self.registry.registered(message)
         if member is not None:
             self._hear(member, now=now)
         else:
             self._check_free(message, now=now)
             self._model = self._model or self._model_of(message)  # only from a process that passed every check
             member = self._record(message, now=now)
-            before = self._registry.add(member, now=now)
+            before = self.registry.add(member, now=now)
             self._hear(member, now=now)
             log.info("%s joined%s", who, f" at {message.address}" if message.address else "")
             if before is not None:
                 log.warning("%s: process %d on %s took the place of %d", who, member.pid, member.host, before.pid)
-            self._on_joined(member)
-            self._state.changed.notify()
-        member.lineage = self._access.lineage
-        return self._access.grant(
-            member, policy_version=self._ledger.policy_version, heartbeat_seconds=self._heartbeat_seconds
+            self.on_joined(member)
+            self.state.changed.notify()
+        member.lineage = self.access.lineage
+        return self.access.grant(
+            member, policy_version=self.ledger.policy_version, heartbeat_seconds=self.config.limits.heartbeat_seconds
         )
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
@@ -173,59 +158,59 @@ class Members:
         A heartbeat with an error ends the run, unless others can do the sender's work: it then counts as silent.
         """
         now = time.monotonic()
-        member = self._registry.get(message.role, message.index)
+        member = self.registry.get(message.role, message.index)
         if message.error and (member is None or not self._goes_on_without(member)):
-            self._state.end("failed", message.error)
+            self.state.end("failed", message.error)
         if member is not None:
             member.stats = message.stats
             member.waiting_for = message.waiting_for
             member.failure = message.failure
             self._hear(member, now=now)
-            if message.error and not self._state.over:
+            if message.error and not self.state.over:
                 log.error("%s", message.error)
-                self._registry.give_up(member)
+                self.registry.give_up(member)
                 self._fell_silent(member)
-            if self._state.over:
+            if self.state.over:
                 self.tell_over(member)
             self._write_down(member)
         return HeartbeatReply(
-            stop=self._state.over,
-            policy_version=self._ledger.policy_version,
+            stop=self.state.over,
+            policy_version=self.ledger.policy_version,
             known=member is not None,
-            lineage=self._access.lineage,
+            lineage=self.access.lineage,
             leave=member is not None and member.state is MemberState.LEAVING,
-            unanswering=self._registry.unanswering(now=now) if message.role == "rollout" else [],
+            unanswering=self.registry.unanswering(now=now) if message.role == "rollout" else [],
         )
 
     async def resume_point(self) -> ResumePoint:
         """Return the checkpoint that the run resumes from. Raises `PeerError` if the run is over: the next run may
         resume from another one."""
-        if self._state.over:
+        if self.state.over:
             raise PeerError("this run is over")
         return self._resume_point
 
     async def silence(self, after: int) -> Silence:
         """Return the silent members and the model workers of earlier lineages, once the number of changes is not
         `after`."""
-        registry = self._registry
-        await self._state.changed.until(
-            lambda: registry.silence_changes != after or self._state.over, timeout=LONG_POLL_SECONDS
+        registry = self.registry
+        await self.state.changed.until(
+            lambda: registry.silence_changes != after or self.state.over, timeout=LONG_POLL_SECONDS
         )
         silent = [*registry.silent(), *self._without_successor()]
         return Silence(
             changes=registry.silence_changes,
             processes=[SilentProcess(m.role, m.index, m.pid, m.host) for m in silent],
-            over=self._state.over,
+            over=self.state.over,
         )
 
     async def topology(self, role: Role, count: int, *, wait: float) -> Topology:
         """Return the addresses of the first `count` processes of `role`, waiting up to `wait` seconds for all."""
 
         def complete() -> bool:
-            return all(self._registry.get(role, index) is not None for index in range(count))
+            return all(self.registry.get(role, index) is not None for index in range(count))
 
-        await self._state.changed.until(lambda: complete() or self._state.over, timeout=min(wait, LONG_POLL_SECONDS))
-        peers = [Peer(m.role, m.index, m.address) for m in self._registry.of(role) if m.index < count]
+        await self.state.changed.until(lambda: complete() or self.state.over, timeout=min(wait, LONG_POLL_SECONDS))
+        peers = [Peer(m.role, m.index, m.address) for m in self.registry.of(role) if m.index < count]
         return Topology(peers)
 
     async def place(self, message: AskPlace) -> IndexReservation:
@@ -236,7 +221,7 @@ class Members:
         another configuration.
         """
         configured = self._configured_count(message.role, "join a running run under a new number")
-        self._config.check_shared(message.settings, message.config_digest, who=f"a new {message.role}")
+        self.config.check_shared(message.settings, message.config_digest, who=f"a new {message.role}")
         now = time.monotonic()
         numbers: Iterable[int] = range(configured) if self._is_fixed(message.role) else itertools.count(configured)
         index = next((number for number in numbers if not self._taken(message.role, number, now=now)), None)
@@ -245,8 +230,8 @@ class Members:
                 f"all {configured} rollout workers are there (rollout.workers): in a synchronous graph the master "
                 "deals groups to a fixed set of them; a new one may take the place of one that is silent"
             )
-        kept_until = now + self._config.limits.start_seconds
-        self._promised[message.role, index] = kept_until, self._registry.get(message.role, index)
+        kept_until = now + self.config.limits.start_seconds
+        self._promised[message.role, index] = kept_until, self.registry.get(message.role, index)
         return IndexReservation(index)
 
     async def drain(self, message: Drain) -> Done:
@@ -256,9 +241,9 @@ class Members:
         """
         if message.role != "controller":
             self._configured_count(message.role, "be drained")
-        member = self._registry.get(message.role, message.index)
+        member = self.registry.get(message.role, message.index)
         if member is None:
-            names = ", ".join(m.name for m in self._registry.of(message.role)) or "none"
+            names = ", ".join(m.name for m in self.registry.of(message.role)) or "none"
             raise PeerError(f"{message.role}/{message.index} is not in this run; there are: {names}")
         if self._is_fixed(message.role):
             raise PeerError("in a synchronous graph the master deals groups to a fixed set of rollout workers")
@@ -277,11 +262,11 @@ class Members:
 
     async def left(self, message: Leave) -> Done:
         """Note that a process has left, or that a model worker has died."""
-        member = self._registry.get(message.role, message.index)
+        member = self.registry.get(message.role, message.index)
         if member is None or member.pid != message.pid:
             return Done()
         if message.death and member.role == "model_worker":
-            self._on_died(message.death)
+            self.on_died(message.death)
         else:
             self._remove(member)
         return Done()
@@ -295,7 +280,7 @@ class Members:
 
         Raises `PeerError` if the process is not registered, or is of an earlier lineage (409).
         """
-        member = self._registry.get(role, index)
+        member = self.registry.get(role, index)
         if member is None:
             raise PeerError(f"{role}/{index} is not registered with this controller; register first")
         self._hear(member, now=time.monotonic())
@@ -312,29 +297,29 @@ class Members:
         self._lineage = lineage
         self._gone_back = bool(lineage.cause)
         self._model = None
-        self._access.begin_lineage(lineages.read(config.run_dir))
-        present = self._registry.of("model_worker")
+        self.access.begin_lineage(lineages.read(config.run_dir))
+        present = self.registry.of("model_worker")
         self._left_behind = [*self._without_successor(), *present]
         for member in present:
-            self._registry.remove(member.role, member.index)
-        self._state.changed.notify()
+            self.registry.remove(member.role, member.index)
+        self.state.changed.notify()
 
     def _without_successor(self) -> list[Member]:
         """Return the model workers of earlier lineages that no new process has replaced yet."""
-        return [member for member in self._left_behind if self._registry.get(member.role, member.index) is None]
+        return [member for member in self._left_behind if self.registry.get(member.role, member.index) is None]
 
     def is_of_this_lineage(self, member: Member) -> bool:
         """Whether `member` has registered in the present lineage, and the ledger counts in it, too."""
-        return member.lineage == self._access.lineage and self._ledger.lineage is self._lineage
+        return member.lineage == self.access.lineage and self.ledger.lineage is self._lineage
 
     def tell_over(self, member: Member) -> None:
         """Note that the reply in progress reports the end of the run to `member`."""
         member.end_reported = True
-        self._state.changed.notify()
+        self.state.changed.notify()
 
     def notice_silence(self, *, now: float) -> None:
         """Mark the members that have sent nothing for too long as silent."""
-        for member in self._registry.notice_silence(now=now):
+        for member in self.registry.notice_silence(now=now):
             log.warning("%s has been silent for %.0f s", member.name, member.last_heard.seconds(now=now))
             self._fell_silent(member)
 
@@ -346,10 +331,10 @@ class Members:
 
     def _is_fixed(self, role: Role) -> bool:
         """Whether the run has exactly the configured processes of `role`, under their indices, until it ends."""
-        return role == "rollout" and self._config.trainer.synchronous
+        return role == "rollout" and self.config.trainer.synchronous
 
     def _taken(self, role: Role, index: int, *, now: float) -> bool:
-        member = self._registry.get(role, index)
+        member = self.registry.get(role, index)
         if member is not None and not member.silent:
             return True
         kept_until, before = self._promised.get((role, index), (now, None))
@@ -357,35 +342,35 @@ class Members:
 
     async def _empty(self, gserver: Gserver) -> None:
         """Let `gserver` finish or hand over its requests before it leaves."""
-        until, load = self._state.gservers.until, gserver.load
+        until, load = self.state.gservers.until, gserver.load
         try:
             await until(
                 lambda: not load.routed.requests or gserver.state is not MemberState.DRAINING,
-                timeout=self._config.limits.drain_seconds,
+                timeout=self.config.limits.drain_seconds,
             )
-            await until(lambda: not self._updating())
+            await until(lambda: not self.updating())
             if load.routed.requests:
                 gserver.handle(MemberEvent.OVERDUE)
             if load.routed.requests and gserver.state is MemberState.HANDING_OVER:
                 log.info("%s hands over %d requests", gserver.name, load.routed.requests)
-                await self._calls.pause(gserver, "abort")
+                await self.calls.pause(gserver, "abort")
         except StreamRLError as error:
             log.warning("%s is asked to leave with its requests, which start again elsewhere: %s", gserver.name, error)
         finally:
             gserver.handle(MemberEvent.EMPTIED)
 
     def _remove(self, member: Member) -> None:
-        self._registry.remove(member.role, member.index)
-        self._state.changed.notify()
-        self._on_left(member)
+        self.registry.remove(member.role, member.index)
+        self.state.changed.notify()
+        self.on_left(member)
         log.info("%s has left the run", member.name)
 
     def _write_down(self, member: Member) -> None:
         """Add the last heartbeat of `member` to the timeline."""
         stats = member.stats
         if member.role == "gserver" and member.state in (MemberState.SERVING, MemberState.DRAINING):
-            stats = {**stats, "policy_version": float(self._ledger.policy_version)}
-        self._timeline.add(
+            stats = {**stats, "policy_version": float(self.ledger.policy_version)}
+        self.timeline.add(
             HeartbeatEntry(
                 time=time.time(),
                 role=member.role,
@@ -406,7 +391,7 @@ class Members:
                 f"{sender} announces {message.address}, and {host} is no valid name of a host ({error}): give "
                 "--advertise the address by which others reach it"
             ) from error
-        if self._open and is_loopback(host):
+        if self.open_to_others and is_loopback(host):
             raise ConfigError(
                 f"{sender} announces {message.address}, which only its own machine reaches, while the controller is "
                 "open to others: join with the controller's address that others use in place of localhost, leave the "
@@ -415,10 +400,10 @@ class Members:
 
     def _check_free(self, message: Register, *, now: float) -> None:
         """Raise `PeerError` if the requested place belongs to another process that is not gone."""
-        holder = self._registry.get(message.role, message.index)
+        holder = self.registry.get(message.role, message.index)
         if holder is None or holder.silent or has_ended(holder):
             if holder is not None and holder.role == "model_worker":
-                self._on_silent(holder)
+                self.on_silent(holder)
                 raise PeerError(f"{holder.name} has died, and the run goes back: start it again", status=GONE_BACK)
             return
         left = holder.last_heard.silent_at - now
@@ -438,8 +423,11 @@ class Members:
         """Return a new record of the process that registers."""
         names = ("pid", "host", "machine", "process_space", "gpu", "process")
         sender: dict[str, Any] = {name: getattr(message, name) for name in names}
-        patiences = {"controller": math.inf, "model_worker": max(self._lease, TRAINER_PATIENCE_SECONDS)}
-        patience = patiences.get(message.role, self._lease)
+        patiences = {
+            "controller": math.inf,
+            "model_worker": max(self.config.limits.silence_seconds, TRAINER_PATIENCE_SECONDS),
+        }
+        patience = patiences.get(message.role, self.config.limits.silence_seconds)
         if message.role == "gserver":
             return Gserver(message.index, message.address, **sender, now=now, patience=patience)
         return Member(message.role, message.index, message.address, **sender, now=now, patience=patience)
@@ -464,8 +452,8 @@ class Members:
         does not change.
         """
         ours, theirs = self._resume_point.identity, message.begins_from
-        same_version = theirs.partition(",")[0] == f"version {self._ledger.policy_version}"
-        compared = message.role != "gserver" or not ours or theirs == ours or same_version or self._config.model.lora
+        same_version = theirs.partition(",")[0] == f"version {self.ledger.policy_version}"
+        compared = message.role != "gserver" or not ours or theirs == ours or same_version or self.config.model.lora
         if not message.model or not compared:
             return None
         return message.model, f"{message.role}/{message.index} on {message.host}"
@@ -478,7 +466,7 @@ class Members:
         """
         if message.role != "model_worker":
             return
-        if message.joined_before not in ("", self._access.lineage):
+        if message.joined_before not in ("", self.access.lineage):
             raise PeerError(
                 f"{sender} has trained in a lineage that the run has gone back behind: start it again with --resume",
                 status=GONE_BACK,
@@ -507,21 +495,21 @@ class Members:
             and not self._is_fixed("rollout")
             and any(
                 other.stats.get("groups_done_total", 0.0) > 0
-                for other in self._registry.of("rollout")
+                for other in self.registry.of("rollout")
                 if other is not member and other.state is MemberState.SERVING
             )
         )
 
     def _fell_silent(self, member: Member) -> None:
-        self._state.changed.notify()
-        self._on_silent(member)
+        self.state.changed.notify()
+        self.on_silent(member)
 
     def _hear(self, member: Member, *, now: float) -> None:
-        if self._registry.hear(member, now=now):
+        if self.registry.hear(member, now=now):
             log.warning("%s is heard of again", member.name)
-            self._state.changed.notify()
+            self.state.changed.notify()
         if member.state is not MemberState.GAVE_UP:
-            self._on_heard(member)
+            self.on_heard(member)
 
 
 def _resume_point(config: Config) -> ResumePoint:

@@ -20,6 +20,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -46,27 +47,27 @@ from streamrl.waits import Wakeup
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightUpdates:
-    """All weight updates of a run: the publisher begins and commits them, the master waits for needed resyncs."""
+    """All weight updates of a run: the publisher begins and commits them, the master waits for needed resyncs.
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        ledger: Ledger,
-        fleet: Fleet,
-        changed: Wakeup,
-        calls: WeightCalls,
-        on_version: Callable[[int], None],
-        on_record: Callable[[UpdateRecord], None],
-        on_unrecoverable: Callable[[str], None],
-    ) -> None:
-        """`changed` is notified when a gserver sends a message, or may lack the served weights.
+    As soon as the first gserver serves a new version, the ledger advances to it.
+    """
 
-        As soon as the first gserver serves a new version, the ledger advances to it and `on_version` is called.
-        `on_record` is called with the record of every attempt that has ended, `on_unrecoverable` with the reason why no
-        live gserver can be brought to the served weights.
-        """
+    config: Config
+    ledger: Ledger
+    fleet: Fleet
+    changed: Wakeup
+    """Notified when a gserver sends a message, or may lack the served weights."""
+    calls: WeightCalls
+    on_version: Callable[[int], None]
+    """Called with a new version as soon as the first gserver serves it."""
+    on_record: Callable[[UpdateRecord], None]
+    """Called with the record of every attempt that has ended."""
+    on_unrecoverable: Callable[[str], None]
+    """Called with the reason why no live gserver can be brought to the served weights."""
+
+    def __post_init__(self) -> None:
         self.completed = 0
         """Number of updates that took effect."""
         self.failed = 0
@@ -75,14 +76,6 @@ class WeightUpdates:
         """Sum of the longest pauses of generation of all attempts."""
         self.last: UpdateRecord | None = None
         """The latest attempt that has ended."""
-        self._config = config
-        self._ledger = ledger
-        self._fleet = fleet
-        self._changed = changed
-        self._calls = calls
-        self._on_version = on_version
-        self._on_record = on_record
-        self._on_unrecoverable = on_unrecoverable
         self._group: WeightGroup | None = None
         self._run_name = uuid.uuid4().hex[:8]  # a server that joins several runs in turn keeps the groups of each
         self._group_numbers = itertools.count(1)
@@ -107,7 +100,7 @@ class WeightUpdates:
 
     async def places(self) -> GserverPlaces:
         """Return the machines and the GPUs of all gservers that are not silent."""
-        heard = [g for g in self._fleet.all() if not g.silent]
+        heard = [g for g in self.fleet.all() if not g.silent]
         return GserverPlaces(machines=sorted({g.machine for g in heard}), gpus=sorted({g.gpu for g in heard}))
 
     async def begin(self, message: PublishBegin) -> PublishBeginReply:
@@ -130,9 +123,9 @@ class WeightUpdates:
                 weights=message.weights,
                 group=group,
                 joined=joined,
-                calls=self._calls,
-                config=self._config,
-                ledger=self._ledger,
+                calls=self.calls,
+                config=self.config,
+                ledger=self.ledger,
                 on_swapped=self._swapped,
             )
             self._running = asyncio.create_task(self._run(update, message), name=f"weights v{message.version}")
@@ -154,7 +147,7 @@ class WeightUpdates:
 
     async def resync_needed(self) -> list[str]:
         """Wait for gservers that lack the served weights while no update is in progress; return their names."""
-        await self._changed.until(lambda: not self.under_way and bool(self._lacking()))
+        await self.changed.until(lambda: not self.under_way and bool(self._lacking()))
         return [gserver.name for gserver in self._lacking()]
 
     def look_for_lacking(self) -> None:
@@ -162,24 +155,24 @@ class WeightUpdates:
 
         Calls `on_unrecoverable` if every live gserver has failed `weights.attempts` times.
         """
-        self._changed.notify()
-        attempts = self._config.weights.attempts
+        self.changed.notify()
+        attempts = self.config.weights.attempts
         failed = [
             g
-            for g in self._fleet.all()
+            for g in self.fleet.all()
             if g.state is MemberState.EVICTED and g.failed_resyncs >= attempts and not g.silent
         ]
-        if failed and not self.under_way and len(failed) == sum(not g.silent for g in self._fleet.all()):
+        if failed and not self.under_way and len(failed) == sum(not g.silent for g in self.fleet.all()):
             names = ", ".join(g.name for g in failed)
-            self._on_unrecoverable(
-                f"no gserver serves weights v{self._ledger.policy_version}, and {names} could not be brought to them "
+            self.on_unrecoverable(
+                f"no gserver serves weights v{self.ledger.policy_version}, and {names} could not be brought to them "
                 f"in {attempts} attempts each; see the controller's log"
             )
 
     async def close(self) -> None:
         """Roll back the update in progress, and resume every gserver that it has paused."""
         await self._until_ended(WeightUpdate.leave)
-        await self._calls.close()
+        await self.calls.close()
 
     async def _until_ended(self, end: Callable[[WeightUpdate], None]) -> None:
         """Call `end` with the update in progress, if any, and wait until it has ended."""
@@ -209,31 +202,31 @@ class WeightUpdates:
             for gserver in blamed or lacking:
                 gserver.handle(MemberEvent.RESYNC_FAILED)
         elif record.done:
-            for gserver in self._fleet.all():
+            for gserver in self.fleet.all():
                 gserver.failed_resyncs = 0
-        self._on_record(record)
+        self.on_record(record)
         asyncio.get_running_loop().call_soon(self.look_for_lacking)  # when this task has ended
         return reply
 
     def _swapped(self, version: int) -> None:
-        self._ledger.advance(version)
+        self.ledger.advance(version)
         if self._update is not None:
-            self._fleet.updated(self._update.group.members)
-        self._on_version(version)
+            self.fleet.updated(self._update.group.members)
+        self.on_version(version)
 
     # Membership of an update
 
     def _lacking(self) -> list[Gserver]:
         """Return the live gservers that do not serve the policy version and may be resynced to it."""
-        evicted = [g for g in self._fleet.all() if g.state is MemberState.EVICTED]
-        return [gserver for gserver in evicted if gserver.failed_resyncs < self._config.weights.attempts]
+        evicted = [g for g in self.fleet.all() if g.state is MemberState.EVICTED]
+        return [gserver for gserver in evicted if gserver.failed_resyncs < self.config.weights.attempts]
 
     async def _members_to_resync(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that lack the served version, can read it, and reply; possibly none.
 
         A gserver that caused an earlier attempt to fail is tried again when no other lacks the version.
         """
-        if message.version != self._ledger.policy_version:
+        if message.version != self.ledger.policy_version:
             return []
         lacking = self._lacking()
         able, problem = _readers(message.weights, lacking)
@@ -246,12 +239,12 @@ class WeightUpdates:
 
     async def _members_of_update(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that reply now, waiting for the first if none does. Raises the errors of `begin`."""
-        version, served = message.version, self._ledger.policy_version
+        version, served = message.version, self.ledger.policy_version
         if version <= served:
             raise PublicationError(f"version {version} cannot be published: the gservers are at {served}")
-        deadline = time.monotonic() + self._config.limits.update_seconds
+        deadline = time.monotonic() + self.config.limits.update_seconds
         while True:
-            candidates, problem = _readers(message.weights, self._fleet.candidates(version))
+            candidates, problem = _readers(message.weights, self.fleet.candidates(version))
             if problem and not candidates:
                 raise PublicationError(problem)
             if problem:
@@ -261,10 +254,10 @@ class WeightUpdates:
                 return live
             log.warning("weights v%d wait for a gserver: none of %d replies", version, len(candidates))
             left = deadline - time.monotonic()
-            if left <= 0 or not await self._changed.sleep(left):
+            if left <= 0 or not await self.changed.sleep(left):
                 raise PublicationError(
                     f"weights v{version} cannot be published: no gserver replied within "
-                    f"{self._config.limits.update_seconds:g} s; start one, or look at the gservers' logs"
+                    f"{self.config.limits.update_seconds:g} s; start one, or look at the gservers' logs"
                 )
 
     async def _responding(self, gservers: list[Gserver]) -> list[Gserver]:
@@ -274,7 +267,7 @@ class WeightUpdates:
 
     async def _responds(self, gserver: Gserver) -> bool:
         try:
-            gserver.info = await self._calls.info(gserver)
+            gserver.info = await self.calls.info(gserver)
         except StreamRLError as error:
             log.warning("%s is left out of weight updates until it replies: %s", gserver.name, error)
             gserver.handle(MemberEvent.UNREACHABLE)
@@ -299,7 +292,7 @@ class WeightUpdates:
     def _leave_group(self) -> None:
         """Have the members of the weight group leave it, in the background."""
         if self._group is not None:
-            self._calls.leave_group(self._group.name, [g for g in self._group.members if g.takes_part])
+            self.calls.leave_group(self._group.name, [g for g in self._group.members if g.takes_part])
             self._group = None
 
 

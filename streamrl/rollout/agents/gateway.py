@@ -27,6 +27,7 @@ import logging
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -196,40 +197,32 @@ class _RequestHistory:
             task.exception()  # otherwise asyncio logs the error of an abandoned generation as never retrieved
 
 
+@dataclass(eq=False)
 class Gateway:
     """Serves `episodes` over HTTP until `close`."""
 
-    def __init__(
-        self,
-        episodes: Episodes,
-        *,
-        model: str,
-        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
-        vocab_size: int = 2**31,
-        leases: Leases | None = None,
-        lease_key: str = "",
-        reach: Reach = LOOPBACK,
-        port: int = 0,
-        hosts: Hosts | None = None,
-        tls: ssl.SSLContext | None = None,
-        routes: Sequence[web.RouteDef] = (),
-        stored: Callable[[str], Awaitable[None]] | None = None,
-    ) -> None:
-        """`sampling`: the run's, for all requests of agents. `vocab_size`: the model's; token ids are below it. `hosts`
-        recognises requests that a web page may have forged. `tls`: the server's TLS context; None: plain text.
-        `routes`: further routes; like the lease of an episode, they require `lease_key`. `stored`: awaited with an
-        episode's key before its score is confirmed."""
+    episodes: Episodes
+    _: KW_ONLY
+    model: str
+    sampling: SamplingConfig = SamplingConfig()  # noqa: RUF009 (frozen)
+    """The run's, for all requests of agents."""
+    vocab_size: int = 2**31
+    """The model's; token ids are below it."""
+    leases: Leases | None = None
+    lease_key: str = ""
+    reach: Reach = LOOPBACK
+    port: int = 0
+    hosts: InitVar[Hosts | None] = None
+    """Recognises requests that a web page may have forged."""
+    tls: ssl.SSLContext | None = None
+    """The server's TLS context; None: plain text."""
+    routes: InitVar[Sequence[web.RouteDef]] = ()
+    """Further routes; like the lease of an episode, they require `lease_key`."""
+    stored: Callable[[str], Awaitable[None]] | None = None
+    """Awaited with an episode's key before its score is confirmed."""
+
+    def __post_init__(self, hosts: Hosts | None, routes: Sequence[web.RouteDef]) -> None:
         self.retries_answered = 0
-        self._episodes = episodes
-        self._model = model
-        self._sampling = sampling
-        self._vocab_size = vocab_size
-        self._leases = leases
-        self._lease_key = lease_key
-        self._stored = stored
-        self._reach = reach
-        self._tls = tls
-        self._port = port
         self._asked: dict[str, dict[str, _RequestHistory]] = {}
         """By the episode's key and id."""
         self._warned: set[str] = set()
@@ -247,9 +240,9 @@ class Gateway:
     async def start(self) -> str:
         """Start to listen, and return the server's URL, without an episode's id."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._reach.local, self._port, ssl_context=self._tls).start()
-        self._port = self._runner.addresses[0][1]
-        return url_of(self._reach.announced, self._port, scheme="http" if self._tls is None else "https")
+        await web.TCPSite(self._runner, self.reach.local, self.port, ssl_context=self.tls).start()
+        self.port = self._runner.addresses[0][1]
+        return url_of(self.reach.announced, self.port, scheme="http" if self.tls is None else "https")
 
     async def close(self) -> None:
         """Stop listening and cancel running generations."""
@@ -267,20 +260,20 @@ class Gateway:
         name = request.match_info.get("episode", "")
         if not name and _protocol(request) is inference:
             name = request.headers.get("X-Session-ID", "")
-        found = self._episodes.find(key, name) if key else None
+        found = self.episodes.find(key, name) if key else None
         if found is None:
             raise RequestRefused("this key opens no such episode", status=401, kind="authentication_error")
         return key, name, found
 
     async def _models(self, request: web.Request) -> web.Response:
         self._find(request)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "streamrl"}
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "streamrl"}
         return as_json({"object": "list", "data": [model]})
 
     async def _lease(self, request: web.Request) -> web.Response:
-        if self._leases is None:
+        if self.leases is None:
             raise RequestRefused("this run has agents of its own (rollout.agent.remote is false)", status=404)
-        lease = await self._leases.lease(LEASE_SECONDS, await _episode_request(request))
+        lease = await self.leases.lease(LEASE_SECONDS, await _episode_request(request))
         if lease is None:
             return web.Response(status=204)
         access = lease.access
@@ -291,7 +284,7 @@ class Gateway:
 
     def _with_key(self, handler: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def checked(request: web.Request) -> web.StreamResponse:
-            if not admits(self._lease_key, request.headers.get(HEADER)):
+            if not admits(self.lease_key, request.headers.get(HEADER)):
                 message = (
                     f"{request.path} needs the header `{HEADER}: Bearer KEY` with the key of this server "
                     "(rollout.agent.api_key_env; for `streamrl gateway`, --token-env)"
@@ -306,13 +299,13 @@ class Gateway:
         try:
             _, _, episode = self._find(request)
         except RequestRefused as refused:
-            if refused.status != GONE or not self._episodes.ended_with(_key(request), await _said(request)):
+            if refused.status != GONE or not self.episodes.ended_with(_key(request), await _said(request)):
                 raise
             return as_json({})
         said = await _said(request)
         episode.score(said)
-        if self._stored is not None:
-            await self._stored(_key(request))
+        if self.stored is not None:
+            await self.stored(_key(request))
         return as_json({})
 
     async def _answer(self, path: str, protocol: Api, request: web.Request) -> web.StreamResponse:
@@ -350,7 +343,7 @@ class Gateway:
             asked.refused.append(digest)
             message = f"{asked.generating} requests of this episode are in progress; that is the limit"
             raise RequestRefused(message, status=429, kind="rate_limit_error")
-        _check_tokens(call.request, self._vocab_size)
+        _check_tokens(call.request, self.vocab_size)
         if call.previous:
             call = _continued(call, asked)
         episode.count(call.request)
@@ -372,7 +365,7 @@ class Gateway:
 
     def _warn(self, call: CheckedRequest) -> None:
         for name, wanted in call.sampling.items():
-            own = getattr(self._sampling, name, None)
+            own = getattr(self.sampling, name, None)
             if own is None:
                 self._warn_once(name, "agents ask for %s = %.100r; it is left out", name, wanted)
             elif wanted != own:
@@ -381,7 +374,7 @@ class Gateway:
             self._warn_once(
                 "top_logprobs", "agents ask for top_logprobs; they get the log-probabilities of sampled tokens only"
             )
-        if call.model not in ("", self._model):
+        if call.model not in ("", self.model):
             self._warn_once("model", "agents ask for the model %.100r; the policy answers", call.model)
 
     def _warn_once(self, subject: str, message: str, *values: object) -> None:

@@ -25,8 +25,8 @@ from streamrl.gserver.server.engine import Text
 from streamrl.models import ensure_checkpoint
 from streamrl.rollout.generation import GroupRoute
 from streamrl.trainer.worker.publisher import Publisher
+from streamrl.transport.credentials import bearer, control_key, generation_key
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
-from streamrl.transport.keys import bearer, control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, start_command
 from tests.gserver.harness import Run, live_gservers, managed, small_config

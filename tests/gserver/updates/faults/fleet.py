@@ -22,6 +22,7 @@ from streamrl.models import ensure_checkpoint
 from streamrl.rollout.generation import Generator as Responses
 from streamrl.rollout.generation import GroupRoute, token_versions, unmixed
 from streamrl.trainer.worker.publisher import Publisher
+from streamrl.transport.credentials import generation_key
 from streamrl.transport.generation import (
     GenerateReply,
     GenerateRequest,
@@ -29,7 +30,6 @@ from streamrl.transport.generation import (
     SamplingParams,
     WeightsChecker,
 )
-from streamrl.transport.keys import generation_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.types import Generation
 from tests.gserver.harness import Run, live_gservers, managed, small_config

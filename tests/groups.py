@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from hypothesis import strategies as st
 
 from streamrl.ledger import Ledger
 from streamrl.stream_dataset import StreamDataset
-from streamrl.types import NO_VERSION, TrajectoryGroup
+from streamrl.types import NO_VERSION, SampleMeta, TrajectoryGroup
 
 
 def admitted_ledger(*, batch: int = 2, count: int = 100, rejected: Sequence[int] = ()) -> Ledger:
@@ -45,6 +45,29 @@ def make_group(
         packed_policy_versions=np.where(mask, version, NO_VERSION).astype(np.int32),
         finish_reasons=["stop"] * len(seqlens),
         packed_routed_experts=(np.arange(sum(seqlens) * routes) % 100).astype(np.uint8),
+    )
+
+
+def make_meta(
+    seq: int,
+    lengths: Sequence[int] = (3, 5),
+    *,
+    rewards: Sequence[float] | None = None,
+    versions: Mapping[int, int] | None = None,
+    head: int = 0,
+) -> SampleMeta:
+    """What the trainer knows of a group of responses of `lengths` tokens behind a prompt of 6. `versions`: how many
+    tokens each one sampled, if not version 0 all; the rewards are 0, 1, … unless given."""
+    return SampleMeta(
+        seq=seq,
+        head=head,
+        worker="rollout/0",
+        size=len(lengths),
+        tokens=6 * len(lengths) + sum(lengths),
+        rewards=[*(range(len(lengths)) if rewards is None else rewards)],
+        response_lengths=[*lengths],
+        version_counts=dict(versions or {0: sum(lengths)}),
+        generation_seconds=1.0,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.config import AlgorithmConfig, MetricsConfig, OptimizerConfig, RolloutConfig, from_dict
+from streamrl.config import AlgorithmConfig, MetricsConfig, OptimizerConfig, RolloutConfig
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.hooks import bind
 from streamrl.records.metrics import StepReport
@@ -22,6 +22,7 @@ from streamrl.trainer.backends.optimizer import learning_rate
 from streamrl.trainer.master import own_figures
 from streamrl.trainer.master.own_figures import OwnFigures
 from streamrl.types import SampleMeta
+from tests.groups import make_meta
 from tests.trainer.models import random_group
 
 ROOT = Path(__file__).parents[1]
@@ -34,20 +35,7 @@ def some_tokens() -> Any:
 
 
 def metas(*rewards: list[float]) -> list[SampleMeta]:
-    return [
-        SampleMeta(
-            seq=seq,
-            head=0,
-            worker="rollout/0",
-            size=len(own),
-            tokens=9,
-            rewards=own,
-            response_lengths=[3] * len(own),
-            version_counts={0: 3 * len(own)},
-            generation_seconds=1.0,
-        )
-        for seq, own in enumerate(rewards)
-    ]
+    return [make_meta(seq, [3] * len(own), rewards=own) for seq, own in enumerate(rewards)]
 
 
 def report(**metrics: float) -> StepReport:
@@ -68,22 +56,6 @@ def test_keyword_parameters_come_from_arguments_then_settings_then_defaults() ->
         bind(function, key="k", args={}, settings=settings)
     with pytest.raises(ConfigError, match=r"k_args\.typo: the function has no .* \(clip_low, mine, other\)"):
         bind(function, key="k", args={"typo": 1}, settings=settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"algorithm": {"loss": "pqo"}}, "algorithm.loss: there is no 'pqo'; choose one of 'cispo', 'gspo', 'ppo'"),
-        ({"algorithm": {"advantage": "ppo"}}, "algorithm.advantage: there is no 'ppo'; choose one of .*'reinforce++'"),
-        ({"rollout": {"filter": "hard"}}, "rollout.filter: there is no 'hard'"),
-        ({"trainer": {"optimizer": {"schedule": "step"}}}, "trainer.optimizer.schedule: there is no 'step'"),
-        ({"algorithm": {"objective": "ppo"}}, "algorithm.objective is now algorithm.loss"),
-        ({"rollout": {"drop_uniform_groups": True}}, "rollout.drop_uniform_groups is now rollout.filter"),
-    ],
-)
-def test_unknown_names_are_refused_with_the_known_ones(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said).replace(r"\.\*", ".*")):
-        from_dict(settings)
 
 
 # --- losses and advantages ---

@@ -20,6 +20,7 @@ from streamrl.records.lineage import Lineage
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.types import SampleMeta
+from tests.groups import make_meta
 
 LEASE = 10.0
 WORKERS = ["rollout/0", "rollout/1", "rollout/2"]
@@ -28,17 +29,7 @@ workers = st.sampled_from(WORKERS)
 
 def meta(seq: int, versions: list[int]) -> SampleMeta:
     """A group of one sibling with one token for each of `versions`."""
-    return SampleMeta(
-        seq=seq,
-        head=0,
-        worker="rollout/0",
-        size=1,
-        tokens=len(versions),
-        rewards=[0.0],
-        response_lengths=[len(versions)],
-        version_counts=dict(Counter(versions)),
-        generation_seconds=0.0,
-    )
+    return make_meta(seq, [len(versions)], versions=Counter(versions))
 
 
 class Run(RuleBasedStateMachine):
@@ -427,14 +418,6 @@ def test_a_run_that_continues_with_other_batches_admits_as_far_ahead_as_ever(bat
     ledger.advance(4)
     assert ledger.room == 3 * batch
     assert [group.seq for group in ledger.admit("rollout/0", 1, now=0.0)] == [6]
-
-
-def test_a_group_that_was_given_up_is_not_accepted_when_it_comes() -> None:
-    ledger = Ledger(groups_per_batch=2, max_staleness=0, lease_seconds=LEASE)
-    ledger.admit("rollout/0", 2, now=0.0)
-    assert ledger.reject(1)
-    assert ledger.accept(meta(1, [0])) is None
-    assert ledger.state(1) == "rejected"
 
 
 @given(

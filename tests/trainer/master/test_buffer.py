@@ -15,22 +15,7 @@ from streamrl.trainer.graph import MFC, SEQUENCE_KEYS, STREAM_KEYS, Graph, graph
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
-from streamrl.types import SampleMeta
-from tests.groups import admitted_ledger
-
-
-def make_meta(seq, *, head=0, versions=None):
-    return SampleMeta(
-        seq=seq,
-        head=head,
-        worker="rollout/0",
-        size=2,
-        tokens=20,
-        rewards=[0.0, 1.0],
-        response_lengths=[3, 5],
-        version_counts=versions or {0: 8},
-        generation_seconds=1.0,
-    )
+from tests.groups import admitted_ledger, make_meta
 
 
 def make_buffer(batch_groups=2, **algorithm):
@@ -150,15 +135,9 @@ def test_a_prompt_goes_back_only_after_workers_have_discarded_its_group():
 # --- batches ---
 
 
-def make_former(over_age="mask", *, minibatches=1, batch=4):
+def make_former(over_age, *, batch):
     return BatchFormer(
-        from_dict(
-            {
-                "staleness": {"max_staleness": 2, "over_age": over_age},
-                "trainer": {"batch_groups": batch},
-                "algorithm": {"minibatches": minibatches},
-            }
-        )
+        from_dict({"staleness": {"max_staleness": 2, "over_age": over_age}, "trainer": {"batch_groups": batch}})
     )
 
 

@@ -20,26 +20,12 @@ from streamrl.trainer.master.comparison import (
     response_to_compare,
 )
 from streamrl.transport.control import Scores
-from streamrl.types import SampleMeta
-
-
-def meta(seq, lengths, *, prompt=10, rewards=None):
-    return SampleMeta(
-        seq=seq,
-        head=seq % 2,
-        worker="rollout/0",
-        size=len(lengths),
-        tokens=prompt * len(lengths) + sum(lengths),
-        rewards=rewards or [float(i) for i in range(len(lengths))],
-        response_lengths=lengths,
-        version_counts={0: sum(lengths)},
-        generation_seconds=1.0,
-    )
+from tests.groups import make_meta
 
 
 @given(st.lists(st.lists(st.integers(1, 40), min_size=2, max_size=5), min_size=1, max_size=6))
 def test_no_other_response_is_a_better_choice(lengths):
-    chosen = response_to_compare([meta(seq, own) for seq, own in enumerate(lengths)])
+    chosen = response_to_compare([make_meta(seq, own) for seq, own in enumerate(lengths)])
     length = lengths[chosen.seq][chosen.index]
     fair = [n for own in lengths for n in own if n >= ENOUGH_TOKENS]
     assert length == (min(fair) if fair else max(n for own in lengths for n in own))

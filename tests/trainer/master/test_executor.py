@@ -1,112 +1,71 @@
-"""What `FunctionExecutor.load_data` loads in each kind of graph."""
+"""What the executor loads, and which hooks go with which calls."""
 
 from __future__ import annotations
 
 import asyncio
 
 import msgspec
+import pytest
 
-from streamrl.config import from_dict
-from streamrl.ledger import Selection
+from streamrl.config import Config, from_dict
 from streamrl.trainer import calls
-from streamrl.trainer.calls import CallDone, ClearDataCache, StorageNotice
-from streamrl.trainer.graph import graph_of
+from streamrl.trainer.calls import CallDone, ClearDataCache, Offload, ParamRealloc, StorageNotice, TrainReply
+from streamrl.trainer.graph import MFC, downstream, graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.executor import FunctionExecutor
 from streamrl.trainer.master.history import History
 from streamrl.trainer.master.workers import ModelWorkers
-from streamrl.transport.synchronous import GenerateGroups, GenerateGroupsReply, ScoreGroupsReply
-from streamrl.types import SampleMeta
-from tests.groups import admitted_ledger, make_group
+from tests.groups import admitted_ledger, make_meta
 
-GROUPS = 3
+STEPS = 8
+OFFLOAD = Offload("ref")
 
 
-class Channel:
-    """Model workers that do what they are asked for; a rollout worker that stores what it is asked for."""
+class Workers:
+    """A channel whose workers do nothing, and what was asked of them."""
 
-    def __init__(self, stored: asyncio.Queue[StorageNotice]) -> None:
+    def __init__(self):
         self.calls = []
-        self._stored = stored
-        self._made = 0
 
-    async def wait_for(self, workers, *, patience):
-        pass
-
-    async def living(self, workers, *, patience):
-        return list(workers)
-
-    async def request(self, calls, reply, *, timeout):
+    async def request(self, calls, reply_type, *, timeout):
         self.calls += calls.values()
-        return dict.fromkeys(calls, CallDone(compute_seconds=0.0))
-
-    async def call(self, worker, call, reply, *, timeout):
-        self.calls.append(call)
-        if isinstance(call, GenerateGroups):
-            self._made += call.groups
-            return GenerateGroupsReply(list(range(self._made - call.groups, self._made)))
-        self._stored.put_nowait(arrived(*call.seqs))
-        return ScoreGroupsReply(call.seqs)
+        reply = CallDone(compute_seconds=0.0) if reply_type is CallDone else TrainReply(0.0, 0.0, {}, {}, {})
+        return dict.fromkeys(calls, reply)
 
 
-def arrived(*seqs):
-    return StorageNotice([SampleMeta.of(make_group(seq), head=0) for seq in seqs])
+class Master:
+    """An executor with all that it works on; it has reached the version `begin`."""
+
+    def __init__(self, config, *, begin=0, rejected=()):
+        self.workers = Workers()
+        self.stored: asyncio.Queue[StorageNotice] = asyncio.Queue()
+        self.ledger = admitted_ledger(count=10_000, rejected=rejected)
+        self.buffer = AsyncIOSequenceBuffer(graph_of(config), self.ledger)
+        self.former = BatchFormer(config)
+        self.history = History(config, None)
+        self.history.policy_version = begin
+        self.executor = FunctionExecutor(
+            graph=graph_of(config),
+            buffer=self.buffer,
+            channel=self.workers,
+            workers=ModelWorkers(config, channel=self.workers),
+            stored=self.stored,
+            former=self.former,
+            config=config,
+            history=self.history,
+            weights_at_rest=asyncio.Lock(),
+        )
 
 
-def executor_of(graph):
-    settings = {"graph": graph, "batch_groups": GROUPS}
-    config = from_dict({"trainer": settings, "staleness": {"max_staleness": 0}, "rollout": {"workers": 1}})
-    stored: asyncio.Queue[StorageNotice] = asyncio.Queue()
-    channel = Channel(stored)
-    buffer = AsyncIOSequenceBuffer(graph_of(config), admitted_ledger(batch=GROUPS, rejected=[1]))
-    executor = FunctionExecutor(
-        graph=graph_of(config),
-        buffer=buffer,
-        channel=channel,
-        workers=ModelWorkers(config, channel=channel),
-        stored=stored,
-        former=BatchFormer(config),
-        config=config,
-        history=History(config, None),
-        weights_at_rest=asyncio.Lock(),
-    )
-    return executor, buffer, channel, stored
-
-
-async def turns(count=20):
-    for _ in range(count):
+async def test_the_groups_that_streamdatasets_have_stored_are_loaded():
+    master = Master(from_dict({}), rejected=[1])
+    loading = asyncio.create_task(master.executor.load_data())
+    master.stored.put_nowait(StorageNotice([make_meta(seq) for seq in range(3)]))
+    for _ in range(20):
         await asyncio.sleep(0)
-
-
-async def test_an_asynchronous_graph_loads_the_groups_that_streamdatasets_have_stored():
-    executor, buffer, channel, stored = executor_of("asynchronous")
-    loading = asyncio.create_task(executor.load_data())
-    stored.put_nowait(arrived(0, 1, 2))
-    await turns()
-    assert [seq for seq in range(4) if seq in buffer] == [0, 2]
-    assert channel.calls == [ClearDataCache([1], come_again=False)]  # it was given up before it came
-    loading.cancel()
-
-
-async def test_a_synchronous_graph_loads_prompts_while_a_batch_is_waited_for():
-    executor, buffer, channel, _ = executor_of("synchronous")
-    loading = asyncio.create_task(executor.load_data())
-    await turns()
-    assert channel.calls == []
-
-    def all_held(ready):
-        enough = len(ready) >= GROUPS
-        return Selection(ready.oldest(GROUPS) if enough else [], drop=[], missing=[], short=GROUPS - len(ready))
-
-    batch, _ = await asyncio.wait_for(buffer.take_batch(all_held), 30)
-    await asyncio.wait_for(executor.until_generated(), 30)
-    assert len(batch) == GROUPS
-    assert channel.calls[0] == GenerateGroups(GROUPS)
-    assert {span.name for span in executor.take_spans()} == {"actor_gen", "rew_inf"}
-    made = len(channel.calls)
-    await turns()
-    assert len(channel.calls) == made, "no prompt is loaded before the next batch is waited for"
+    assert [seq for seq in range(4) if seq in master.buffer] == [0, 2]
+    assert master.workers.calls == [ClearDataCache([1], come_again=False)]  # it was given up before it came
     loading.cancel()
 
 
@@ -116,3 +75,55 @@ def test_calls_and_replies_hold_no_arrays():
     _, schemas = msgspec.json.schema_components(messages)  # raises for a type that is none of JSON's
     assert "TrainReply" in schemas
     assert [name for name, schema in schemas.items() if "base64" in str(schema)] == []  # of a field of bytes
+
+
+def hooked_graph(config: Config) -> list[MFC]:
+    """Every call moves weights, each after a number of versions of its own; `ref_inf` runs twice as often as steps."""
+    hooks = {
+        "ref_inf": {"post_hooks": (ParamRealloc("actor", "ref", every=3), OFFLOAD), "groups": 1},
+        "actor_inf": {"pre_hooks": (ParamRealloc("ref", "actor", every=1),)},
+        "actor_train": {
+            "pre_hooks": (ParamRealloc("ref", "actor", every=2),),
+            "post_hooks": (ParamRealloc("a", "b", 2),),
+        },
+    }
+    return [msgspec.structs.replace(mfc, **hooks[mfc.name]) for mfc in downstream(config)]
+
+
+async def follow(begin):
+    """All calls of some steps from version `begin`, each with the version that was reached when it was made."""
+    trainer = {"graph": f"{__name__}:hooked_graph", "batch_groups": 2}
+    config = from_dict({"trainer": trainer, "algorithm": {"kl_coef": 0.1, "proximal": "recompute"}})
+    master = Master(config, begin=begin)
+    arrivals = asyncio.create_task(master.executor.run_arrivals())
+    found = []
+    for version in range(begin, begin + STEPS):
+        master.history.policy_version = version
+        master.buffer.put_batch([make_meta(2 * version + i) for i in range(2)])
+        batch, _ = await master.buffer.take_batch(
+            lambda ready, version=version: master.former.select(
+                ready, policy_version=version, next_in_order=master.ledger.next_in_order
+            )
+        )
+        await master.executor.execute_step(batch)
+        master.buffer.trained_on(meta.seq for meta in batch)
+        found += [(version, call) for call in master.workers.calls]
+        master.workers.calls.clear()
+    arrivals.cancel()
+    return found
+
+
+@pytest.mark.parametrize("begin", [0, 4])
+def test_weights_move_once_for_each_so_many_versions_whatever_call_moves_them(begin):
+    found = asyncio.run(follow(begin))
+    assert [call.mfc for _, call in found] == ["ref_inf", "ref_inf", "actor_inf", "actor_train"] * STEPS
+
+    def moved(name, kind):
+        return [v for v, call in found if call.mfc == name for hook in getattr(call, kind) if hook != OFFLOAD]
+
+    after = [v for v in range(begin, begin + STEPS) if v > 0]
+    assert moved("ref_inf", "post_hooks") == [v for v in after if v % 3 == 0]  # with the first of a version's calls
+    assert moved("actor_inf", "pre_hooks") == after
+    assert moved("actor_train", "pre_hooks") == [v for v in after if v % 2 == 0]
+    assert moved("actor_train", "post_hooks") == [v for v in range(begin, begin + STEPS) if (v + 1) % 2 == 0]
+    assert all(OFFLOAD in call.post_hooks for _, call in found if call.mfc == "ref_inf")  # with every call

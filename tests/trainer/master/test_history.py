@@ -35,12 +35,7 @@ def test_whichever_limit_is_reached_first_ends_the_run() -> None:
 
 
 def test_saves_and_evaluations_are_counted_apart() -> None:
-    config = from_dict(
-        {
-            "trainer": {"save_every": "2 steps"},
-            "evaluation": {"every": "1 epoch, 50s"},
-        }
-    )
+    config = from_dict({"trainer": {"save_every": "2 steps"}, "evaluation": {"every": "1 epoch, 50s"}})
     counting = control(config, step=3, consumed=9)
     found = []
     for step in range(4, 9):

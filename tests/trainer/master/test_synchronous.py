@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 
 import pytest
@@ -24,23 +25,16 @@ from streamrl.transport.synchronous import (
     ScoreGroups,
     ScoreGroupsReply,
 )
-from streamrl.types import SampleMeta
 from tests.credentials import credential_of, keys_of, peer_at
-from tests.groups import admitted_ledger, make_group
+from tests.groups import admitted_ledger, make_meta
 
 
 class Rollout:
-    """A rollout worker over a real socket; `mute` calls of it, by type, are never answered.
+    """A rollout worker over a real socket, which stores what it is to score."""
 
-    It stores what it scores, but for those that `scores` is false of; `stores_unheard` of those that it is asked to
-    score first are stored before it falls mute.
-    """
-
-    def __init__(self, endpoint, index, ledger, buffer, *, mute=(), scores=lambda seq: True, stores_unheard=0):
+    def __init__(self, endpoint, index, seqs, buffer):
         self.asked: list[RolloutCall] = []
-        self.silent = asyncio.Event()
-        self._ledger, self._table, self._waiting = ledger, buffer, []
-        self._mute, self._scores, self._unheard = mute, scores, stores_unheard
+        self._seqs, self._buffer, self._waiting = seqs, buffer, []
         self._channel = ReplyChannel(
             master=peer_at(endpoint),
             credential=credential_of("rollout", index, to="controller"),
@@ -52,30 +46,18 @@ class Rollout:
         while True:
             call_id, call = await self._channel.receive()
             self.asked.append(call)
-            if type(call) in self._mute:
-                if isinstance(call, ScoreGroups):
-                    await self._store(call.seqs[: self._unheard])
-                self.silent.set()
-            elif isinstance(call, GenerateGroups):
-                self._waiting += [next(self._ledger) for _ in range(call.groups - len(self._waiting))]
+            if isinstance(call, GenerateGroups):
+                self._waiting += [next(self._seqs) for _ in range(call.groups - len(self._waiting))]
                 self._channel.reply(call_id, GenerateGroupsReply(list(self._waiting)))
             else:
-                stored = [seq for seq in call.seqs if self._scores(seq)]
                 self._waiting = [seq for seq in self._waiting if seq not in call.seqs]
-                await self._store(stored)
-                self._channel.reply(call_id, ScoreGroupsReply(stored))
+                self._buffer.put_batch([make_meta(seq) for seq in call.seqs])
+                self._channel.reply(call_id, ScoreGroupsReply(call.seqs))
 
-    async def _store(self, seqs):
-        self._table.put_batch([meta(seq) for seq in seqs])
-
-    async def die(self):
+    async def close(self):
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
         await self._channel.close()
-
-
-def meta(seq):
-    return SampleMeta.of(make_group(seq), head=0)
 
 
 class Batches:
@@ -103,11 +85,10 @@ class Batches:
         return spans
 
 
-def synchronous(workers, timeout=60.0):
+def synchronous(workers):
     return from_dict(
         {
             "trainer": {"graph": "synchronous"},
-            "limits": {"call_seconds": timeout},
             "staleness": {"max_staleness": 0},
             "rollout": {"workers": workers, "group_size": SIBLINGS},
         }
@@ -121,11 +102,7 @@ SIBLINGS = 2
 async def master_of(config, ledger=None):
     ledger = admitted_ledger(batch=config.trainer.batch_groups) if ledger is None else ledger
     buffer = AsyncIOSequenceBuffer(graph_of(config), ledger)
-    channel = RequestChannel(
-        keys=keys_of("controller"),
-        notice_type=ScoreGroupsReply,
-        on_notice=lambda *_: None,
-    )
+    channel = RequestChannel(keys=keys_of("controller"), notice_type=ScoreGroupsReply, on_notice=lambda *_: None)
     try:
         generation = SynchronousGeneration(graph_of(config), channel=channel, buffer=buffer, config=config)
         yield Batches(generation, buffer), channel.endpoint
@@ -133,64 +110,24 @@ async def master_of(config, ledger=None):
         await channel.close()
 
 
-@contextlib.asynccontextmanager
-async def rollout_pool(*kinds, timeout=60.0):
-    """The master's end, one worker for each of `kinds` (arguments of `Rollout`), and what starts another."""
-    async with master_of(synchronous(len(kinds), timeout)) as (batches, endpoint):
-        ledger = iter(range(1_000))
-
-        def start(index, **kind):
-            workers.append(Rollout(endpoint, index, ledger, batches.buffer, **kind))
-            return workers[-1]
-
-        workers: list[Rollout] = []
-        for index, kind in enumerate(kinds):
-            start(index, **kind)
-        try:
-            yield batches, list(workers), start
-        finally:
-            for worker in workers:
-                await worker.die()
-
-
 def scored(worker):
     return [seq for call in worker.asked if isinstance(call, ScoreGroups) for seq in call.seqs]
 
 
 async def test_a_batch_is_dealt_to_all_workers_and_scored_after_all_of_it_is_generated():
-    async with rollout_pool({}, {}) as (batches, workers, _):
-        spans = await batches.make(7)
-        assert [worker.asked[0] for worker in workers] == [GenerateGroups(3), GenerateGroups(4)]
-        assert [len(worker.asked) for worker in workers] == [2, 2]
-        assert sorted(scored(workers[0]) + scored(workers[1])) == batches.trained[0] == list(range(7))
-        assert [span.name for span in spans] == ["actor_gen", "rew_inf"]
-        assert spans[0].end <= spans[1].begin
-
-
-async def test_groups_that_are_given_up_are_made_up_for():
-    async with rollout_pool({"scores": lambda seq: seq % 2}) as (batches, (worker,), _):
-        await batches.make(4)
-        assert [call for call in worker.asked if isinstance(call, GenerateGroups)] == [
-            GenerateGroups(4),
-            GenerateGroups(2),
-            GenerateGroups(1),
-            GenerateGroups(1),
-        ]
-
-
-@pytest.mark.parametrize("dies_in", [GenerateGroups, ScoreGroups])
-async def test_the_groups_of_a_worker_that_falls_silent_are_made_by_the_others(monkeypatch, dies_in):
-    monkeypatch.setattr(request_reply, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
-    async with rollout_pool({}, {"mute": [dies_in]}) as (batches, (lasting, dying), _):
-        making = asyncio.create_task(batches.make(6))
-        await dying.silent.wait()
-        await dying.die()
-        await asyncio.wait_for(making, 30)
-        assert len(scored(lasting)) == 6
-        lasting.asked.clear()
-        await batches.make(2)  # the dead one is asked for nothing
-        assert lasting.asked[0] == GenerateGroups(2)
+    async with master_of(synchronous(workers=2)) as (batches, endpoint):
+        seqs = itertools.count()
+        workers = [Rollout(endpoint, index, seqs, batches.buffer) for index in range(2)]
+        try:
+            spans = await batches.make(7)
+        finally:
+            for worker in workers:
+                await worker.close()
+    assert [worker.asked[0] for worker in workers] == [GenerateGroups(3), GenerateGroups(4)]
+    assert [len(worker.asked) for worker in workers] == [2, 2]
+    assert sorted(scored(workers[0]) + scored(workers[1])) == batches.trained[0] == list(range(7))
+    assert [span.name for span in spans] == ["actor_gen", "rew_inf"]
+    assert spans[0].end <= spans[1].begin
 
 
 class Station:
@@ -253,7 +190,7 @@ class Station:
 
     async def _tell(self, seq):
         await asyncio.sleep(self._chance.choice([0, 0.02]))
-        self._table.put_batch([meta(seq)])
+        self._table.put_batch([make_meta(seq)])
 
 
 @pytest.mark.parametrize("seed", range(3))

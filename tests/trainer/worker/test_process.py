@@ -9,22 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamrl.architecture import Architecture
 from streamrl.config import from_dict
 from streamrl.errors import ModelError, WireError
 from streamrl.models import ensure_checkpoint, vocab_size
 from streamrl.stream_dataset import StreamDataset
-from streamrl.trainer.calls import (
-    MinibatchShare,
-    ModelConfigRequest,
-    Publish,
-    StorageNotice,
-    TrainStep,
-)
+from streamrl.trainer.calls import MinibatchShare, Publish, TrainStep
 from streamrl.trainer.worker.process import GroupReceiver, ModelWorker, serve
-from streamrl.transport.control import FinishRun, Peer
-from streamrl.transport.push_pull import GroupPusher
-from streamrl.transport.request_reply import RequestChannel
+from streamrl.transport.control import FinishRun
 from tests.credentials import LeasedPusher, keys_of
 from tests.groups import make_group
 from tests.gserver.harness import managed, small_config
@@ -58,49 +49,6 @@ async def answer(worker, call):
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     return channel.answered[0]
-
-
-async def test_calls_and_groups_reach_a_worker_with_the_keys_that_the_controller_gave(tmp_path):
-    scratch = {"hidden_size": 16, "layers": 1, "heads": 2, "head_dim": 8}
-    config = small_config(
-        tmp_path,
-        model={"path": "scratch", "scratch": scratch},
-        security={"encryption": "on"},
-        rollout={"group_size": 2},
-    )
-    folder = ensure_checkpoint(config, cache=tmp_path)
-    stored = asyncio.Queue()
-    async with managed(config) as run:
-        channel = RequestChannel(
-            keys=run.client.receiver_keys("controller"),
-            encrypted=True,
-            notice_type=StorageNotice,
-            on_notice=lambda worker, notice: stored.put_nowait((worker, notice)),
-        )
-        run.manager.enter(run.registration("controller", address=channel.endpoint))
-        serving = asyncio.create_task(serve(config, manager_url=run.url, model_dir=folder))
-        try:
-            await channel.wait_for({0}, patience=30)
-            assert (await channel.call(0, ModelConfigRequest(), Architecture, timeout=30)).layers == 1
-            granted = await run.register("rollout")
-            (worker,) = [p for p in (await run.client.status()).processes if p.role == "model_worker"]
-            pusher = GroupPusher(
-                worker="rollout/0",
-                heads=[Peer("model_worker", 0, worker.address)],
-                credential=granted.credentials["model_worker"],
-                max_group_bytes=1 << 20,
-            )
-            group = make_group(0, version=0, seqlens=(5, 7), worker="rollout/0")
-            group.packed_input_ids %= vocab_size(folder)
-            async with asyncio.timeout(30):
-                await pusher.push(group, permit=run.manager.access.permit(0, "rollout/0"))
-                head, notice = await stored.get()
-            assert (head, [meta.seq for meta in notice.metas]) == (0, [0])
-            await pusher.close()
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-            await channel.close()
 
 
 async def test_one_that_waits_for_the_master_leaves_when_the_run_is_over(tmp_path):

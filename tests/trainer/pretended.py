@@ -54,12 +54,7 @@ from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.process import Master
 from streamrl.transport.control import DataFacts, EvaluationStatus, Scores
 from streamrl.transport.request_reply import name_on_channel
-from streamrl.transport.synchronous import (
-    GenerateGroups,
-    GenerateGroupsReply,
-    ScoreGroups,
-    ScoreGroupsReply,
-)
+from streamrl.transport.synchronous import GenerateGroups, GenerateGroupsReply, ScoreGroups, ScoreGroupsReply
 from streamrl.types import NO_VERSION, TrajectoryGroup
 from tests.evaluations import make_report
 from tests.launch.statuses import status

@@ -181,11 +181,7 @@ def test_every_figure_is_in_the_table_of_metrics(tmp_path):
     of_parts = {"age_0", "positive_outward", "positive_restoring", "negative_outward", "negative_restoring"}
     tokens = [Token(-1.0, -1.0 + shift, advantage, 0, 0) for shift in (-0.5, 0.5) for advantage in (-1.0, 1.0)]
     config = from_dict(
-        {
-            "run": {"dir": str(tmp_path), "total_train_steps": 2},
-            "rollout": {"group_size": 2},
-            "metrics": {"sinks": []},
-        }
+        {"run": {"dir": str(tmp_path), "total_train_steps": 2}, "rollout": {"group_size": 2}, "metrics": {"sinks": []}}
     )
     _, run = whole_run(config)
     given = {name.partition("/gserver")[0] for report in run.manager.reports for name in report.metrics}

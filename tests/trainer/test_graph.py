@@ -115,7 +115,7 @@ def without(call, *keys):
         ([mfc("a", [], ["x"]), mfc("b", ["x"], ["z"], "arrivals")], "b runs as groups arrive but needs x, which a"),
         (
             [mfc("a", [], [], "arrivals", interface="function", function="m:f")],
-            "a: it runs as groups arrive but gives no key",
+            "a: .* as groups arrive but gives no key",
         ),
         ([mfc("a", [], ["x"], groups=0)], "a: 0 groups in a call; allowed are 1 to 8"),
         ([mfc("a", [], ["x"], groups=9)], r"a: 9 groups .* 1 to 8 \(trainer.batch_groups\)"),
@@ -139,22 +139,13 @@ def test_impossible_graphs_are_refused_by_name(mfcs, message):
         ([mfc("a", [], ["k"], role="teacher"), train()], "a: there is no role 'teacher'"),
         ([train("a", role="ref")], "a: the role ref is never trained, only actor and critic"),
         ([train("a", role="rollout")], "a: the role rollout is never trained"),
-        (
-            [mfc("a", [], ["k"], role="rollout"), train()],
-            "a: a call to the role rollout generates, or .* gives rewards",
-        ),
-        (
-            [mfc("a", ["x"], ["rewards"], "arrivals", role="rollout"), mfc("b", [], ["x"]), train()],
-            "a: key x is with the model workers",
-        ),
+        ([mfc("a", [], ["k"], role="rollout"), train()], "a: a call to the role rollout .* gives rewards"),
+        ([mfc("a", ["x"], ["rewards"], "arrivals", role="rollout"), mfc("b", [], ["x"]), train()], "a: key x is with"),
         ([], "no train_step of the actor"),
         ([mfc("a", [], ["k"])], "no train_step of the actor"),
         ([train("a", role="critic")], "no train_step of the actor"),
         ([train("a", inputs=[])], "a: key rewards is missing from its inputs"),
-        (
-            [without(train("a"), "packed_behavior_logprobs", "seqlens")],
-            "a: keys packed_behavior_logprobs, seqlens are",
-        ),
+        ([without(train("a"), "packed_behavior_logprobs", "seqlens")], "a: keys packed_behavior_logprobs, seqlens"),
         ([without(train("a"), "packed_routed_experts")], "a: key packed_routed_experts is missing"),
         ([without(mfc("a", [], ["k"]), "packed_routed_experts"), train()], "a: key packed_routed_experts is missing"),
         ([without(mfc("a", [], ["k"], role="ref"), "seqlens"), train()], "a: key seqlens is missing"),
@@ -192,11 +183,7 @@ def training_on_everything(config: Config) -> list[MFC]:
         ("only_training", {"minibatches": 2}, "train: key proximal_logprobs is missing .* algorithm.proximal"),
         ("only_training", {"advantage": "gae"}, "train: key values is missing .* algorithm.advantage"),
         ("training_on_everything", {}, 'critic: a critic needs algorithm.advantage = "gae"'),
-        (
-            "training_on_everything",
-            {"advantage": "gae"},
-            "train: key ref_logprobs has no effect; set algorithm.kl_coef, or remove",
-        ),
+        ("training_on_everything", {"advantage": "gae"}, "key ref_logprobs has no effect; set algorithm.kl_coef"),
     ],
 )
 def test_a_users_training_step_gets_what_the_settings_need(graph, algorithm, message):
@@ -245,10 +232,7 @@ def not_a_graph(config: Config) -> str:
     ("name", "message"),
     [
         ("asynchron", 'neither "asynchronous" nor "synchronous" nor module:function'),
-        (
-            "tests.trainer.test_graph:missing",
-            "graph = '.*missing': tests.trainer.test_graph has no missing; it has .*users_graph",
-        ),
+        ("tests.trainer.test_graph:missing", "graph = '.*missing': .* has no missing; it has .*users_graph"),
         ("no.such.module:graph", "there is no module no.such.module"),
         ("tests.trainer.test_graph:not_a_graph", "returned str; it has to return a list of MFC"),
     ],

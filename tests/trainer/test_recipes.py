@@ -117,15 +117,16 @@ def taught(batch: Batch) -> None:
     normalised_over_tokens(batch)
 
 
-def generalised(batch: Batch, *, beta: float, gae_lambda: float) -> None:
-    """GAE with γ = 1 as the sum that defines it, on rewards -β log(π_b / π_ref), and r at the end."""
+def generalised(batch: Batch, *, beta: float, gae_lambda: float, gamma: float = 1.0) -> None:
+    """GAE as the sum that defines it, on rewards -β log(π_b / π_ref), and r at the end."""
     for group in batch:
         for response in group:
             n, values = len(response.behavior), [*response.old_values, 0.0]
             rewards = [-beta * (b - f) for b, f in zip(response.behavior, response.ref, strict=True)]
             rewards[-1] += response.reward
-            deltas = [rewards[t] + values[t + 1] - values[t] for t in range(n)]
-            response.advantages = [sum(gae_lambda ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+            deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(n)]
+            decay = gamma * gae_lambda
+            response.advantages = [sum(decay ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
             response.returns = [a + v for a, v in zip(response.advantages, values, strict=False)]
     normalised_over_tokens(batch)
 
@@ -235,10 +236,10 @@ def masked_responses_loss(part: list[Response]) -> Tensor:
     return decoupled_loss(part, weigh, high=0.28)
 
 
-def critic_loss(part: list[Response]) -> Tensor:
+def critic_loss(part: list[Response], clip: float = 0.2) -> Tensor:
     def terms(r: Response) -> list[Tensor]:
         return [
-            torch.max((v - wanted) ** 2, (v.clamp(old - 0.2, old + 0.2) - wanted) ** 2) / 2
+            torch.max((v - wanted) ** 2, (v.clamp(old - clip, old + clip) - wanted) ** 2) / 2
             for v, old, wanted in zip(r.values, r.old_values, r.returns, strict=True)
         ]
 
@@ -284,10 +285,13 @@ DECOUPLED = {"The default", "RLOO", "AReaL", "Masked importance sampling on whol
 class Run:
     """One training step of a recipe on a tiny policy, with what its updates were made from."""
 
-    def __init__(self, tmp_path: Path, recipe: str, *, fresh: bool, **algorithm: object) -> None:
+    def __init__(
+        self, tmp_path: Path, recipe: str, *, fresh: bool, critic: dict[str, object] | None = None, **algorithm: object
+    ) -> None:
         """`fresh`: the policy at the start of the step wrote the data; else another one, far from it."""
         sections = tomllib.loads(recipe)
         sections["algorithm"] |= algorithm
+        sections["critic"] = sections.get("critic", {}) | (critic or {})
         if "reference" in sections:
             sections["reference"]["path"] = str(save_model(tmp_path / "teacher", "qwen3", seed=3))
         sections.setdefault("rollout", {}).update(group_size=4, sampling={"max_new_tokens": LONGEST})
@@ -319,8 +323,6 @@ class Run:
             behavior = (proximal + noise).astype(np.float32)
             self.groups[i] = msgspec.structs.replace(group, packed_behavior_logprobs=behavior)
             self.dataset.offer(self.groups[i])
-        self.values: list[np.ndarray] | None = None
-        self.refs: list[np.ndarray] | None = None
         self.seen: dict[str, list[tuple[dict[str, Tensor], dict[str, Tensor]]]] = {}
         """Of each role's updates: the weights that made the gradient, and the gradient."""
         for role in sorted({"actor", "critic"} & self.graph.roles):
@@ -504,3 +506,13 @@ def test_an_adaptive_kl_coefficient_is_one_in_a_step_for_both_roles_and_all_mini
     # the largest change, once; on tokens that the policy did not draw itself the estimate may be below 0
     change = 0.2 if run.figures["kl"] > 0 else -0.2
     assert float(run.assembly.actor.state().files["kl.json"]) == pytest.approx(0.5 * (1 + change))
+
+
+def test_ppo_with_a_discount_and_values_that_move_freely(tmp_path):
+    changes = {"gamma": 0.9, "proximal": "behavior", "behavior_kl_coef": 0.0}
+    run = Run(tmp_path, RECIPES["PPO"], fresh=False, critic={"value_clip": None}, **changes)
+    run.step()
+    batch = run.batch()
+    generalised(batch, beta=0.01, gae_lambda=0.95, gamma=0.9)
+    run.compare("actor", batch, ppo_loss)
+    run.compare("critic", batch, lambda part: critic_loss(part, clip=math.inf))

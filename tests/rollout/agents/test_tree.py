@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,18 +81,6 @@ def test_every_sampled_token_is_trained_on_once_with_its_own_logprob_and_version
         trained.update(zip(*(value[mask].tolist() for value in values), strict=True))
     assert trained == Counter(episode.sampled)
     assert sum(t.turns for t in trajectories(episode.tree, 1.0)) == len(episode.tree.calls)
-
-
-def test_a_conversation_that_goes_on_is_one_trajectory() -> None:
-    episode = Episode()
-    messages = [user("hello")]
-    for text in ("one", "two", "three"):
-        messages = [*messages, episode.ask(messages), user(text)]
-    (trajectory,) = trajectories(episode.tree, 0.5)
-    assert trajectory.turns == 3
-    assert trajectory.input_ids.tolist() == [5, 7, 1000, 1001, 3, 7, 1002, 1003, 3, 7, 1004, 1005]
-    assert np.flatnonzero(trajectory.loss_mask).tolist() == [2, 3, 6, 7, 10, 11]
-    assert trajectory.reward == 0.5
 
 
 def test_of_two_answers_with_the_same_text_the_one_with_the_reasoning_sent_back_or_the_newest_is_continued() -> None:

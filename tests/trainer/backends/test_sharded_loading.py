@@ -58,10 +58,7 @@ def _make(kind: str, spec, rank: int, layout: Layout):
     return MegatronModel(spec, layout=layout, rank=rank, timeout_seconds=TIMEOUT_SECONDS)
 
 
-LAYOUTS = {
-    "torch": Layout(data=4),
-    "megatron": Layout(tensor=2, pipeline=2),
-}
+LAYOUTS = {"torch": Layout(data=4), "megatron": Layout(tensor=2, pipeline=2)}
 
 
 def _load(rank: int, kind: str, models: Path, size: int) -> None:

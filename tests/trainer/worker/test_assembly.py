@@ -108,20 +108,14 @@ def test_a_teacher_is_a_reference_of_any_size(tmp_path: Path, lora: dict[str, ob
 
 
 @pytest.mark.parametrize(
-    ("role", "algorithm"),
-    [("reference", {"kl_coef": 1.0}), ("critic", {"advantage": "gae"}), ("reward_model", {})],
+    ("role", "algorithm"), [("reference", {"kl_coef": 1.0}), ("critic", {"advantage": "gae"}), ("reward_model", {})]
 )
 def test_a_model_with_other_tokens_is_refused(tmp_path: Path, role: str, algorithm: dict[str, object]) -> None:
     policy, teacher = save_model(tmp_path / "model"), save_model(tmp_path / "teacher")
     tokenizer = teacher / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"t7": 7', '"seven": 7'))
     config = from_dict(
-        {
-            "model": {"path": str(policy)},
-            "algorithm": algorithm,
-            role: {"path": str(teacher)},
-            "run": {"device": "cpu"},
-        }
+        {"model": {"path": str(policy)}, "algorithm": algorithm, role: {"path": str(teacher)}, "run": {"device": "cpu"}}
     )
     with pytest.raises(ModelError, match=rf"{role}\.path = .* other tokens than the policy's: 1 of 48"):
         Assembly(config, roles=graph_of(config).roles, model_dir=policy, rank=0, device=torch.device("cpu"))

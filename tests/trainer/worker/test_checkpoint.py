@@ -10,21 +10,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
-import msgspec
 import pytest
-import torch
 
-from streamrl.config import Config, from_dict
 from streamrl.errors import DeadlineExceeded, PeerLost
 from streamrl.records import progress
 from streamrl.records.progress import REPLACED, Progress, write_folder
-from streamrl.trainer.calls import ParamRealloc
-from streamrl.trainer.graph import MFC, downstream
 from streamrl.trainer.worker import checkpoint
-from streamrl.trainer.worker.assembly import Assembly
-from streamrl.trainer.worker.checkpoint import CheckpointWriter, Together, take_snapshot
+from streamrl.trainer.worker.checkpoint import CheckpointWriter, Together
 from tests.trainer.backends.world import run_world
-from tests.trainer.models import save_model
 
 LIMIT = 30.0
 
@@ -205,43 +198,3 @@ def _one_is_killed(rank: int, folder: Path) -> None:
 
 def test_a_worker_that_dies_while_it_writes_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     run_world(2, _one_is_killed, tmp_path / "checkpoints")
-
-
-def graph_that_moves_the_reference(config: Config) -> list[MFC]:
-    moves = (ParamRealloc("actor", "ref"),)
-    return [msgspec.structs.replace(m, post_hooks=moves) if m.name == "actor_train" else m for m in downstream(config)]
-
-
-def assembled(model: Path, *roles: str, saved: Path | None = None, **sections: Any) -> tuple[Config, Assembly]:
-    """The models of a run that begins with `model`, or goes on from the checkpoint `saved`."""
-    run = {"device": "cpu"} | ({} if saved is None else {"resume_from": str(saved)})
-    config = from_dict({"model": {"path": str(model)}, "run": run, **sections})
-    cpu = torch.device("cpu")
-    return config, Assembly(config, roles=frozenset(roles), model_dir=saved or model, rank=0, device=cpu)
-
-
-def save(folder: Path, config: Config, assembly: Assembly) -> Path:
-    writer = alone()
-    writer.begin(folder, take_snapshot(assembly, config, Progress(1, trained=[], rejected=[], prompts="")))
-    assert writer.finish(limit=LIMIT) == ""
-    return folder
-
-
-@pytest.mark.parametrize(
-    "moving",
-    [
-        {"algorithm": {"kl_coef": 0.1, "ref_update_every": 2}},
-        {"trainer": {"graph": f"{__name__}:graph_that_moves_the_reference"}, "algorithm": {"kl_coef": 0.1}},
-    ],
-)
-def test_a_reference_that_has_moved_stays_what_it_is_however_often_the_run_goes_on(tmp_path: Path, moving: Any) -> None:
-    model = save_model(tmp_path / "model")
-    fixed = {"algorithm": {"kl_coef": 0.1}}
-    saved: Path | None = None
-    for number, sections in enumerate((moving, fixed, fixed, fixed)):
-        config, assembly = assembled(model, "actor", "ref", saved=saved, **sections)
-        reference = assembly.roles["ref"].model
-        if saved is None:
-            reference.load_weights([(name, torch.ones(shape)) for name, shape in reference.weight_specs()])
-        assert all(bool((weight == 1).all()) for _, weight in reference.gather_weights()), number
-        saved = save(tmp_path / f"step-{number:06d}", config, assembly)

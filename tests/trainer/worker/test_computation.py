@@ -104,16 +104,13 @@ def test_a_users_function_that_breaks_its_promise_is_named(function, key, messag
 class Worker:
     """The computation of one model worker, on a tiny model and a few groups."""
 
-    def __init__(
-        self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, model=None, data=None, limits=None, **trainer
-    ):
+    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, model=None, limits=None, **trainer):
         config = from_dict(
             {
                 "trainer": {"dtype": "float32", **trainer},
                 "algorithm": algorithm or {},
                 "limits": limits or {},
                 "model": model or {},
-                "data": data or {},
                 "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 9}},
                 "run": run or {"device": "cpu", "dir": str(tmp_path)},
             }
@@ -342,13 +339,16 @@ def test_tokens_that_are_too_old_stay_out_of_the_loss(tmp_path):
     groups = some_groups(4)
     for group in groups:
         group.packed_policy_versions = np.where(group.packed_loss_mask, group.packed_input_ids % 4, NO_VERSION)
-    worker = Worker(tmp_path, groups=groups)
+    worker = Worker(tmp_path, groups=groups, algorithm={"advantage": "gae"})
     versions = np.concatenate([group.packed_policy_versions for group in groups])
     ages = {age: int((versions == 3 - age).sum()) for age in (0, 1)}
     share = MinibatchShare([group.seq for group in groups], sum(ages.values()), sum(g.size for g in groups))
-    trained = worker.computation.carry_out(TrainStep("actor_train", 3, 2, [share]))
-    assert trained.token_ages == ages
-    assert trained.sums["tokens"] == share.loss_tokens
+    worker.computation.carry_out(Inference("critic_inf", share.seqs))
+    critic, actor = (
+        worker.computation.carry_out(TrainStep(f"{role}_train", 3, 2, [share])) for role in ("critic", "actor")
+    )
+    assert actor.token_ages == ages
+    assert actor.sums["tokens"] == critic.sums["critic/tokens"] == share.loss_tokens
 
 
 @pytest.mark.parametrize("micro", [40, 400])

@@ -27,7 +27,7 @@ def write_run(
     config = from_dict({"run": {"name": folder.name}, "metrics": {"plots": plots}})
     (folder / "config.toml").write_text(to_toml(config))
     reports = [step_report(step, seconds=seconds) for step in range(1, steps + 1)]
-    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(report, str_keys=True) for report in reports])
+    write_steps(folder, reports)
     write_lines(folder / "timeline.jsonl", heartbeats(steps * seconds, gservers=gservers))
     ledger = LedgerStatus(steps, 4, steps * 8 + 30, steps * 8 + 13, steps * 8, 12, 3, 2, 1, 4, 0, given_up=1)
     last = msgspec.structs.replace(status(0, state="finished", message="all steps are done"), ledger=ledger)
@@ -73,6 +73,16 @@ def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def write_steps(folder: Path, steps: Sequence[StepReport]) -> None:
+    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+
+
+def add_beats(folder: Path, beats: Sequence[HeartbeatEntry]) -> None:
+    """Have the timeline end with `beats`."""
+    with (folder / "timeline.jsonl").open("ab") as file:
+        file.writelines(msgspec.json.encode(beat) + b"\n" for beat in beats)
+
+
 def read_steps(folder: Path) -> list[StepReport]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [msgspec.json.decode(line, type=StepReport) for line in lines]
@@ -88,7 +98,7 @@ def interrupt(folder: Path, *, after: int, down: float) -> None:
         )
         for step in read_steps(folder)
     ]
-    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+    write_steps(folder, steps)
 
 
 def view_of(

@@ -41,13 +41,13 @@ def bundle(tmp_path_factory) -> Path:
         [
             sys.executable, "tools/bundle.py", str(folder / "out"), "--no-resolve", "--requirement", "parcel==1.0",
             "--requirement", "other==1.0", "--installed", str(folder / "freeze.txt"), "--part-mib", "1",
-            "--drop", "parcel:*/sm100/*",
+            "--drop", "parcel:*/sm100/*"
         ],
         cwd=ROOT,
         env=os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "1 packages; 1 are installed there" in done.stdout

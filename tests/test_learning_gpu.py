@@ -25,7 +25,7 @@ def test_a_run_on_files_of_gsm8k_gives_a_row_for_each_evaluation(tmp_path: Path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((ROOT / "benchmarks" / "results" / "latest" / "learning_gpu-dry-run.json").read_text())
     assert [(row["max_staleness"], row["step"], row["prompts"]) for row in found["rows"]] == [
-        (1, 0, 2), (1, 1, 2), (1, 2, 2),
+        (1, 0, 2), (1, 1, 2), (1, 2, 2)
     ]  # fmt: skip
     assert all(0 <= row["accuracy"] <= 1 for row in found["rows"])
 

@@ -51,11 +51,7 @@ def test_a_run_without_tasks_has_one_without_a_name() -> None:
 
 def test_a_task_overlays_the_sections_of_the_run() -> None:
     config = tasks(
-        {
-            "name": "math",
-            "data": {"path": "m.jsonl", "source": "jsonl"},
-            "evaluation": {"data": {"path": "h.jsonl"}},
-        },
+        {"name": "math", "data": {"path": "m.jsonl", "source": "jsonl"}, "evaluation": {"data": {"path": "h.jsonl"}}},
         {"name": "tools", "agent": {"function": "a:b"}, "sampling": {"max_new_tokens": 9}},
         data={"suffix": "!"},
         rollout={"sampling": {"max_new_tokens": 5}},

@@ -142,12 +142,7 @@ def use_component() -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "checkpoint CONFIG",
-        "model-worker CONFIG --manager http://127.0.0.1:1 --index 0",
-        "run CONFIG",
-    ],
+    "command", ["checkpoint CONFIG", "model-worker CONFIG --manager http://127.0.0.1:1 --index 0", "run CONFIG"]
 )
 def test_every_process_of_a_run_goes_through_the_door(tmp_path: Path, tried: Tried, command: str) -> None:
     """Whichever way it is started; `run` does it for the processes that it starts, which do not see the simulated

@@ -15,7 +15,7 @@ import pytest
 from examples import single_controller
 from streamrl import Generation, config
 from streamrl.errors import AgentError, ConfigError, DataError
-from streamrl.task_pool import ServerWithTask, create_and_launch_task_pool
+from streamrl.task_pool import BufferedPrompt, ServerWithTask, create_and_launch_task_pool
 
 SETTINGS: dict[str, Any] = {
     "model": {"path": "scratch", "scratch": {"alphabet": "0123456789!?", "hidden_size": 32, "layers": 1}},
@@ -45,6 +45,13 @@ async def answered(pool: ServerWithTask, count: int, *, version: int) -> list[st
     prompts.sort(key=lambda prompt: prompt.episode)
     pool.rounds.put_batch(prompts, [sampled([number], version) for number in range(count)])
     return [prompt.episode for prompt in prompts]
+
+
+async def first_prompts(pool: ServerWithTask) -> list[BufferedPrompt]:
+    async with asyncio.timeout(SECONDS):
+        while not (prompts := await pool.prompts.sample(1)):
+            pass
+    return prompts
 
 
 async def finished(pool: ServerWithTask) -> None:
@@ -92,9 +99,7 @@ async def test_the_loop_may_score_an_episode_itself() -> None:
 async def test_the_parameters_of_a_request_reach_the_loop() -> None:
     async with create_and_launch_task_pool(settings("two_rounds")) as pool:
         pool.enqueue_task(TASK)
-        async with asyncio.timeout(SECONDS):
-            while not (prompts := await pool.prompts.sample(1)):
-                pass
+        prompts = await first_prompts(pool)
     params = prompts[0].params
     assert (params.max_new_tokens, params.stop) == (1, ["!", "7"])
 
@@ -118,9 +123,7 @@ async def test_responses_without_log_probabilities_or_for_no_prompt_are_refused(
         with pytest.raises(DataError, match="1 responses for 0 prompts"):
             pool.rounds.put_batch([], [sampled([1], 0)])
         pool.enqueue_task(TASK)
-        async with asyncio.timeout(SECONDS):
-            while not (prompts := await pool.prompts.sample(1)):
-                pass
+        prompts = await first_prompts(pool)
         for wrong in (Generation([1, 2], [-0.5], [0, 0], "stop"), Generation([], [], [], "stop")):
             with pytest.raises(DataError, match="response 0"):
                 pool.rounds.put_batch(prompts, [wrong])

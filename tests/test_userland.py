@@ -32,11 +32,7 @@ async def running(
 ) -> AsyncIterator[UserProcesses]:
     before = below()
     made = UserProcesses(
-        setup(function, **more),
-        what="the function",
-        processes=processes,
-        environment=os.environ,
-        repeatable=repeatable,
+        setup(function, **more), what="the function", processes=processes, environment=os.environ, repeatable=repeatable
     )
     try:
         await made.start()

@@ -62,11 +62,7 @@ def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Sect
         ("trainer.optimizer.betas", [0.9], r"trainer.optimizer.betas: Expected `array` of length 2"),
         ("trainer.optimizer.betas", ["a", 0.9], r"trainer.optimizer.betas\[0\]: Expected `float`"),
         ("trainer.optimizer.betas", [0.9, 1], r"trainer.optimizer.betas\[1\]: Expected `float` < 1"),
-        (
-            "trainer.roles.critic.backend",
-            "fsdp",
-            "trainer.roles.critic.backend: Invalid .* 'fsdp'; choose one of 'torch'",
-        ),
+        ("trainer.roles.critic.backend", "fsdp", "trainer.roles.critic.backend: Invalid .* choose one of 'torch'"),
         ("critic.optimizer.eps", 0, "critic.optimizer.eps: Expected `float` > 0"),
         ("evaluation.data.size", 0, "evaluation.data.size: Expected `int` >= 1"),
         ("staleness.max_staleness", -1, "staleness.max_staleness: Expected `int` >= 0"),
@@ -94,15 +90,9 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
     ("overrides", "says"),
     [
         (["model.path=scratch"], r'model.path = "scratch" needs a section \[model.scratch\]'),
-        (
-            ["model.path=qwen", "model.scratch.layers=2"],
-            r'model.path = "qwen" .* \[model.scratch\] .* random weights.* delete the section',
-        ),
+        (["model.path=qwen", "model.scratch.layers=2"], r"\[model.scratch\] .* delete the section"),
         (["rollout.group_size=1"], "rollout.group_size must be at least 2"),
-        (
-            ["rollout.on_failed_sibling=shrink", "rollout.min_siblings=9"],
-            "rollout.min_siblings = 9 must not exceed rollout.group_size = 8",
-        ),
+        (["rollout.on_failed_sibling=shrink", "rollout.min_siblings=9"], "= 9 must not exceed rollout.group_size = 8"),
         (["rollout.on_failed_sibling=shrink", "rollout.min_siblings=1"], "must be at least 2: grpo compares siblings"),
         (["rollout.reward.on_error=zero"], "rollout.reward.on_error is now rollout.on_failed_sibling"),
         (["rollout.agent.on_error=zero"], "rollout.agent.on_error is now rollout.on_failed_sibling"),
@@ -112,22 +102,13 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["trainer.save_every_steps=9"], "trainer.save_every_steps is now trainer.save_every"),
         (["weights.delta=true"], "weights.delta was removed"),
         (["rollout.reward.overlong_tokens=9999"], "must not exceed rollout.sampling.max_new_tokens"),
-        (
-            ["rollout.reward.overlong_tokens=4", "reward_model.path=judge"],
-            "overlong_tokens lowers scores of rollout.reward.function alone, but reward_model.path scores",
-        ),
-        (
-            ["rollout.reward.overlong_tokens=4", "rollout.agent.function=module:play"],
-            'agents score themselves: leave it out, or set rollout.agent.scored_by = "reward"',
-        ),
+        (["rollout.reward.overlong_tokens=4", "reward_model.path=judge"], "but reward_model.path scores"),
+        (["rollout.reward.overlong_tokens=4", "rollout.agent.function=module:play"], "set rollout.agent.scored_by"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "has no gradient on average in the loss"),
         (["algorithm.advantage=none"], "learns from the reference alone: it needs an algorithm.kl_coef above 0"),
         (["algorithm.advantage=none", "algorithm.kl_coef=1"], 'algorithm.kl_in = "reward"'),
         (["reference.path=teacher"], "reference.path is of what algorithm.kl_coef measures the distance from"),
-        (
-            ["reference.path=teacher", "algorithm.kl_coef=1", "algorithm.ref_update_every=5"],
-            "a model of its own stays as it is",
-        ),
+        (["reference.path=teacher", "algorithm.kl_coef=1", "algorithm.ref_update_every=5"], "stays as it is"),
         (["algorithm.kl_target=0.1"], "needs an algorithm.kl_coef above 0"),
         (["algorithm.behavior_weight_floor=0.1"], 'needs algorithm.behavior_weight_limit = "mask"'),
         (["algorithm.behavior_weight_limit=mask", "algorithm.behavior_weight_floor=9"], "must not exceed"),
@@ -157,7 +138,7 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         ),
         (
             ["run.total_train_epochs=1", "data.source=jsonl", "trainer.optimizer.schedule=cosine"],
-            "set run.total_train_steps, too",
+            "set run.total_train_steps",
         ),
         (
             [
@@ -167,10 +148,7 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
             'critic.optimizer.schedule = "linear" falls until the last step',
         ),
         (["model.lora.target_modules=[]"], "model.lora.target_modules must name"),
-        (
-            ["model.lora.target_modules=['q_proj', 'lm_head']"],
-            "model.lora.target_modules: there is no lm_head, only q_",
-        ),
+        (["model.lora.target_modules=['q_proj', 'lm_head']"], "target_modules: there is no lm_head, only q_"),
         (["model.lora.rank=2", "trainer.backend=megatron"], 'adapters are trained with trainer.backend = "torch"'),
         (["model.lora.rank=2", "trainer.roles.ref.backend=megatron"], "the reference is the actor's model"),
         (["model.lora.rank=2", "trainer.offload=['ref']"], "trainer.offload: with model.lora"),
@@ -178,16 +156,25 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["gserver.sglang.args=['--tokenizer-worker-num=2']"], "SGLang asks callers for no key then"),
         (["model.lora.rank=2", "gserver.engine=sglang", "weights.mode=collective"], "SGLang loads adapters from files"),
         (["model.lora.rank=2", "gserver.engine=sglang", "weights.pause_mode=retract"], "of SGLang's keeps its adapter"),
-        (
-            ["model.lora.target_modules=['q_proj', 'o_proj']", "gserver.engine=sglang"],
-            "no adapter of q_proj or k_proj without one of v_proj",
-        ),
+        (["model.lora.target_modules=['q_proj', 'o_proj']", "gserver.engine=sglang"], "without one of v_proj"),
         (["model.lora.target_modules=['up_proj']", "gserver.engine=sglang"], "no adapter of up_proj without one of ga"),
         (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.sampling.temperature above 0"),
         (["evaluation.at_end=true", "evaluation.sampling.max_new_tokens=2048"], "evaluation.sampling.max_new_tokens"),
         (["evaluation.at_end=true", "evaluation.data.max_prompt_tokens=2048"], "evaluation.data.max_prompt_tokens"),
         (["evaluation.every=1 step", "data.source=jsonl", "data.path=a.jsonl"], "must name held-out data"),
         (["evaluation.every=1s", "evaluation.seed=0"], "evaluation.seed must differ from run.seed"),
+        (["algorithm.loss=pqo"], "algorithm.loss: there is no 'pqo'; choose one of 'cispo', 'gspo', 'ppo'"),
+        (["algorithm.advantage=ppo"], r"algorithm.advantage: there is no 'ppo'; choose one of .*'reinforce\+\+'"),
+        (["rollout.filter=hard"], "rollout.filter: there is no 'hard'"),
+        (["trainer.optimizer.schedule=step"], "trainer.optimizer.schedule: there is no 'step'"),
+        (["algorithm.objective=ppo"], "algorithm.objective is now algorithm.loss"),
+        (["rollout.drop_uniform_groups=true"], "rollout.drop_uniform_groups is now rollout.filter"),
+        (["metrics.tensorboard=true"], "metrics.tensorboard is now metrics.sinks"),
+        (["metrics.sinks=['comet']"], "metrics.sinks.*'tensorboard', 'wandb', 'trackio'"),
+        (["rollout.agent.verifiers=x", "rollout.agent.function=a:b"], "one of function, command, verifiers"),
+        (["rollout.agent.command=['x']", "rollout.agent.python=p"], "are of a function, or of verifiers"),
+        (["rollout.agent.verifiers=x", "data.source=jsonl"], "brings tasks of its own"),
+        (["rollout.agent.verifiers=x", "evaluation.at_end=true"], "evaluation.data.args must choose other tasks"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
@@ -239,7 +226,7 @@ def test_overrides_win_over_the_file_and_have_toml_types(tmp_path: Path) -> None
         ({"learning_rate": 1}, "learning_rate; did you mean trainer.lr?"),
         (
             {"critic": {"weight_decay": 1}},
-            "critic.weight_decay; did you mean critic.optimizer.weight_decay or trainer.optimizer.weight_decay?",
+            "critic.weight_decay; did you mean critic.optimizer.weight_decay or trainer.",
         ),
         ({"trainer": {"group_size": 8}}, "trainer.group_size; did you mean rollout.group_size?"),
         ({"trainer": {"group_sise": 8}}, "trainer.group_sise; did you mean rollout.group_size?"),
@@ -249,10 +236,7 @@ def test_overrides_win_over_the_file_and_have_toml_types(tmp_path: Path) -> None
         ({"trainer": {"roles": {"ref": {"backnd": "x"}}}}, "trainer.roles.ref.backnd; did you mean trainer.roles.ref."),
         ({"model": {"lora": {"ran": 1}}}, "model.lora.ran; did you mean model.lora.rank?"),
         ({"reference": {"gpus": 1}}, "reference.gpus; known: path"),
-        (
-            {"trainer": {"xyzzy": 1}},
-            "trainer.xyzzy; no key resembles it (without it, streamrl check CONFIG --all shows",
-        ),
+        ({"trainer": {"xyzzy": 1}}, "trainer.xyzzy; no key resembles it (without it, streamrl check CONFIG"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest_known_ones_of_all_sections(tree: dict[str, Any], wanted: str) -> None:
@@ -337,35 +321,9 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
     assert Config().run_dir == Path("runs/run")
 
 
-def test_processes_of_one_run_share_a_digest_whatever_may_differ_between_them() -> None:
-    digest = Config().digest()
-    for tree in (
-        {"run": {"name": "other", "dir": "elsewhere", "stop_at_reward": 0.5}},
-        {"run": {"port": 8000}},
-        {"metrics": {"plots": False}},
-    ):
-        assert from_dict(tree).digest() == digest
-    for tree in (
-        {"run": {"seed": 1}},
-        {"run": {"total_train_steps": 7}},
-        {"run": {"total_train_epochs": 7}},
-        {"run": {"record": True}},
-        {"staleness": {"max_staleness": 5}},
-        {"rollout": {"sampling": {"temperature": 0.9}}},
-        {"data": {"args": {"min_terms": 2}}},
-    ):
-        assert from_dict(tree).digest() != digest
-
-
 def test_an_evaluation_is_off_unless_it_is_said_when() -> None:
     assert not Config().evaluation.enabled
-    for setting in (
-        {"every": "1 epoch"},
-        {"every": "1 step"},
-        {"every": "1.5s"},
-        {"at_start": True},
-        {"at_end": True},
-    ):
+    for setting in ({"every": "1 epoch"}, {"every": "1 step"}, {"every": "1.5s"}, {"at_start": True}, {"at_end": True}):
         assert from_dict({"evaluation": setting}).evaluation.enabled
 
 

@@ -32,7 +32,8 @@ def differing(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
         ({"data": {"source": "jsonl", "path": "/a.jsonl"}}, {"data": {"source": "jsonl", "path": "/b.jsonl"}}),
         ({"critic": {"path": "/a"}}, {"critic": {"path": "/b"}}),
         ({"rollout": {"workers": 9, "reward": {"processes": 3}}}, {"rollout": {"max_concurrent_groups": 5}}),
-        ({"run": {"name": "a", "device": "cpu", "host": "0.0.0.0"}}, {}),
+        ({"run": {"name": "a", "device": "cpu", "host": "0.0.0.0", "port": 8000}}, {}),
+        ({"run": {"dir": "elsewhere", "stop_at_reward": 0.5}, "metrics": {"plots": False}}, {}),
     ],
 )
 def test_what_belongs_to_a_machine_may_differ(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -42,18 +43,12 @@ def test_what_belongs_to_a_machine_may_differ(theirs: dict[str, Any], ours: dict
 @pytest.mark.parametrize(
     ("theirs", "ours", "told"),
     [
-        (
-            {"rollout": {"group_size": 8}},
-            {"rollout": {"group_size": 16}},
-            "rollout.group_size is 8 there and 16 at the",
-        ),
+        ({"rollout": {"group_size": 8}}, {"rollout": {"group_size": 16}}, "rollout.group_size is 8 there and 16 at"),
+        ({"rollout": {"sampling": {"top_k": 9}}}, {}, "rollout.sampling.top_k is 9 there and -1 at the manager"),
+        ({"staleness": {"max_staleness": 5}}, {}, "staleness.max_staleness is 5 there and 4 at the manager"),
         ({"run": {"seed": 1}}, {}, "run.seed is 1 there and 0 at the manager"),
         ({"run": {"total_train_epochs": 5}}, {}, "run.total_train_epochs is 5 there and not set at the manager"),
-        (
-            {"run": {"total_train_steps": 100}},
-            {"run": {"total_train_steps": 1000}},
-            "run.total_train_steps is 100 there and 1000 at the manager",
-        ),
+        ({"run": {"total_train_steps": 9}}, {"run": {"total_train_steps": 8}}, "total_train_steps is 9 there and 8 at"),
         ({}, {"run": {"record": True}}, "run.record is False there and True at the manager"),
         ({"model": {"path": "/data/m"}}, {}, "model.path is 'a path' there and 'smollm2-135m-instruct' at the manager"),
         ({"data": {"path": "leg_counting"}}, {}, "data.path is 'leg_counting' there and 'chain_sum' at the manager"),

@@ -16,18 +16,7 @@ from streamrl.planner.calibration import check_plannable, fit, make_short_run, r
 from streamrl.planner.simulation import simulate
 from tests.e2e.harness import COPY_SCRATCH as EXAMPLE
 from tests.e2e.harness import processes_of
-from tests.planner.runs import (
-    CONTROL,
-    GROUP,
-    LENGTHS,
-    OTHERS,
-    PROMPT,
-    REQUEST,
-    REWARD,
-    STEP,
-    USED,
-    write_calibration,
-)
+from tests.planner.runs import CONTROL, GROUP, LENGTHS, OTHERS, PROMPT, REQUEST, REWARD, STEP, USED, write_calibration
 
 
 def test_costs_of_a_run_are_found(tmp_path: Path) -> None:

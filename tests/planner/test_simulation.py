@@ -10,15 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
-from streamrl.planner.simulation import (
-    GENERATING,
-    NO_BATCH,
-    NO_ROOM,
-    TRAINING,
-    Costs,
-    Prediction,
-    simulate,
-)
+from streamrl.planner.simulation import GENERATING, NO_BATCH, NO_ROOM, TRAINING, Costs, Prediction, simulate
 
 
 def settings_of(
@@ -85,11 +77,7 @@ def test_a_shared_core_is_shared() -> None:
 
 @pytest.mark.parametrize(
     ("rollout", "length"),
-    [
-        ({}, 11),
-        ({"workflow": {"name": "multi_turn"}}, 31),
-        ({"agent": {"function": "somewhere:agent"}}, 31),
-    ],
+    [({}, 11), ({"workflow": {"name": "multi_turn"}}, 31), ({"agent": {"function": "somewhere:agent"}}, 31)],
     ids=["single_turn", "multi_turn", "agent"],
 )
 def test_most_new_tokens_are_those_of_a_turn(rollout: dict[str, Any], length: int) -> None:

@@ -57,7 +57,7 @@ def test_a_report_in_words() -> None:
     assert "by v20  " in in_words(make_report(20))
     nothing = make_report(
         20, prompts=0, rejected=64, reward_mean=None, pass_at={}, response_length_mean=None, cut_share=None,
-        oldest_version=None, newest_version=None,
+        oldest_version=None, newest_version=None
     )  # fmt: skip
     assert in_words(nothing) == "evaluation of v20  no prompt has a response  1.5 s  64 rejected"
     assert set(scalars(nothing)) == {"seconds", "prompts", "rejected"}

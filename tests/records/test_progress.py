@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from streamrl.config import from_dict
 from streamrl.errors import ConfigError
-from streamrl.gserver.manager.core import Manager
 from streamrl.ledger import Ledger
 from streamrl.records import lineage as lineages
 from streamrl.records import progress
@@ -21,10 +20,7 @@ from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.lineage import Lineage
 from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
-from streamrl.records.timeline import Timeline
 from streamrl.seqs import SeqSet
-from streamrl.transport.generation import GenerationClient
-from streamrl.transport.secret import Secret
 from streamrl.types import SampleMeta
 from tests.evaluations import make_report
 from tests.groups import make_group
@@ -230,48 +226,6 @@ def test_evaluations_go_back_to_the_checkpoint_too(tmp_path: Path) -> None:
     assert progress.evaluated(tmp_path, policy_version=2)
     assert not progress.evaluated(tmp_path, policy_version=3)
     assert not progress.evaluated(tmp_path / "nowhere", policy_version=3)
-
-
-@given(st.data())
-def test_a_restored_ledger_gives_out_what_is_still_open(data: st.DataObject) -> None:
-    trained = data.draw(st.sets(st.integers(0, 40)))
-    rejected = sorted(data.draw(st.sets(st.integers(0, 40))) - trained)
-    ledger = Ledger(groups_per_batch=20, max_staleness=2, lease_seconds=1)
-    ledger.restore(Lineage(policy_version=100), trained=trained, rejected=rejected)
-    assert ledger.accepted == len(trained)
-    admitted = [group.seq for group in ledger.admit("w", 60, now=0.0)]
-    still_open = [seq for seq in range(200) if seq not in trained and seq not in set(rejected)]
-    assert admitted == still_open[:60]
-    assert not any(ledger.accept(SampleMeta.of(make_group(seq), head=0)) for seq in trained)
-    assert not any(ledger.reject(seq) for seq in rejected)
-    ledger.restore(Lineage(policy_version=1), trained=[], rejected=[])
-    assert ledger.running == ledger.accepted == 0
-    assert [group.seq for group in ledger.admit("v", 60, now=0.0)] == list(range(60))
-
-
-def test_admission_goes_on_as_if_never_interrupted() -> None:
-    ledger = Ledger(groups_per_batch=8, max_staleness=1, lease_seconds=1)
-    ledger.restore(Lineage(policy_version=3), trained=range(24), rejected=[])
-    assert ledger.room == 16
-
-
-@pytest.mark.parametrize("groups", [6, 8, 16])
-async def test_a_run_goes_on_with_another_size_of_its_batches(tmp_path: Path, groups: int) -> None:
-    """At version 100, after batches of 8; there is room for what five batches need, and for no more."""
-    staleness = {"max_staleness": 4, "most_drift": 0.0}
-    sections = {"run": {"dir": str(tmp_path)}, "trainer": {"batch_groups": groups}, "staleness": staleness}
-    config = from_dict(sections)  # type: ignore[arg-type]
-    made = make_progress(100, trained=[(0, 800)], prompts=progress.prompts_digest(config))
-    checkpoint = save(tmp_path, "step-000100", made)
-    config = from_dict({**sections, "run": {"dir": str(tmp_path), "resume_from": str(checkpoint)}})  # type: ignore[arg-type]
-    client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
-    manager = Manager(config, client=client, timeline=timeline, secret=Secret.make())
-    await manager.begin(config, lineage=progress.begin_lineage(config))
-    ledger = manager.status().ledger
-    assert (ledger.accepted, ledger.trained, ledger.room) == (800, 800, 5 * groups)
-    await manager.close()
-    await client.close()
-    timeline.close()
 
 
 @given(

@@ -78,8 +78,8 @@ def keep(run_dir, groups, *, rank=0, most_bytes=2**30, version=0, per_file=1):
     return writer
 
 
-def files_in(run_dir, *, rank=0):
-    return sorted((run_dir / FOLDER / f"rank-{rank}").iterdir())
+def files_in(run_dir):
+    return sorted((run_dir / FOLDER / "rank-0").iterdir())
 
 
 def steps_of(rollouts):

@@ -262,16 +262,6 @@ def test_a_sink_ends_with_a_run_that_was_killed(tmp_path: Path, monkeypatch: pyt
 # --- its settings ---
 
 
-def test_the_old_key_is_told_the_new_one() -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.tensorboard is now metrics\.sinks"):
-        configuration.from_dict({"metrics": {"tensorboard": True}})
-
-
-def test_a_sink_that_is_not_known() -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.sinks.*'tensorboard', 'wandb', 'trackio'"):
-        configuration.from_dict({"metrics": {"sinks": ["comet"]}})
-
-
 def test_one_that_is_named_twice_is_one(tmp_path: Path) -> None:
     started = start_sinks(configured(tmp_path, "tensorboard", "tensorboard"))
     assert [sink.name for sink in started] == ["tensorboard"]

@@ -9,18 +9,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
+from rich.table import Table
 
 from streamrl.records.collapse import HEALTHY, Health
 from streamrl.records.timeline import FrequentFailure, HeartbeatEntry
-from streamrl.records.view import Process, read_run
+from streamrl.records.view import read_run
 from streamrl.report.plots import _draw_throughput
 from streamrl.report.summary import Summary, evaluation_table, summary_table, write_report
 from tests.evaluations import make_report
 from tests.launch.statuses import EPOCH
-from tests.runs import interrupt, read_steps, write_lines, write_run
+from tests.runs import add_beats, interrupt, read_steps, write_lines, write_run, write_steps
 
 PLOTS = {"reward.png", "staleness.png", "throughput.png", "timeline.png"}
 
@@ -154,39 +153,32 @@ def test_failed_siblings_are_in_the_table(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2, plots=False)
     assert "siblings retried" not in printed(write_report(folder))
     stats = {"siblings_retried_total": 12.0, "groups_shrunk_total": 3.0}
-    with (folder / "timeline.jsonl").open("ab") as file:
-        for index in range(2):
-            entry = HeartbeatEntry(time=3, role="rollout", index=index, stats=stats)
-            file.write(msgspec.json.encode(entry) + b"\n")
+    add_beats(folder, [HeartbeatEntry(time=3, role="rollout", index=index, stats=stats) for index in range(2)])
     summary = write_report(folder)
     assert (summary.siblings_retried, summary.groups_shrunk) == (24, 6)
     assert "after failures; 6 groups shrunk" in printed(summary)
 
 
-def printed(summary: Summary) -> str:
-    console = Console(record=True, width=120, file=io.StringIO())
-    console.print(summary_table(summary))
+def printed(summary: Summary, *more: Table) -> str:
+    console = Console(record=True, width=260, file=io.StringIO())
+    console.print(summary_table(summary), *more)
     return console.export_text()
 
 
 def test_figures_of_agents_are_means_over_workers_and_their_restarts(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2, plots=False)
 
-    def beat(time: float, index: int, episodes: int, total: float) -> str:
+    def beat(time: float, index: int, episodes: int, total: float) -> HeartbeatEntry:
         stats: dict[str, float] = {"agent_episodes_total": episodes, "agent_drifted_total": episodes}
         stats |= {"agent_metric_total/tools": total, "agent_metric_count/tools": episodes}
-        entry = HeartbeatEntry(time=time, role="rollout", index=index, stats=stats)
-        return msgspec.json.encode(entry).decode() + "\n"
+        return HeartbeatEntry(time=time, role="rollout", index=index, stats=stats)
 
-    with (folder / "timeline.jsonl").open("a") as file:
-        # rollout/7 was started again after its third episode
-        file.writelines([beat(1, 7, 1, -5), beat(2, 7, 3, -9), beat(3, 7, 2, 4), beat(4, 8, 5, 10)])
+    # rollout/7 was started again after its third episode
+    add_beats(folder, [beat(1, 7, 1, -5), beat(2, 7, 3, -9), beat(3, 7, 2, 4), beat(4, 8, 5, 10)])
     summary = write_report(folder)
     assert (summary.episodes, summary.agent_drifted) == (10, 10)
     assert summary.agent_metrics == {"tools": pytest.approx((-9 + 4 + 10) / 10)}
-    console = Console(file=io.StringIO(), width=200)
-    console.print(summary_table(summary))
-    assert "tools" in console.file.getvalue()
+    assert "tools" in printed(summary)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +194,7 @@ def test_figures_of_agents_are_means_over_workers_and_their_restarts(tmp_path: P
 )
 def test_of_a_traceback_the_table_shows_where_and_what(tmp_path: Path, message: str, caption: str) -> None:
     summary = msgspec.structs.replace(write_report(write_run(tmp_path / "run", plots=False)), message=message)
-    console = Console(record=True, width=160, file=io.StringIO())
-    console.print(summary_table(summary))
-    shown = [line.strip() for line in console.export_text().splitlines()]
+    shown = [line.strip() for line in printed(summary).splitlines()]
     assert shown[-len(caption.splitlines()) :] == caption.splitlines()
 
 
@@ -214,7 +204,7 @@ def test_when_the_policys_health_changed_is_in_the_summary_and_the_table(tmp_pat
     trouble |= {6: Health("collapsing", 6, ["reward fallen from 0.9 to 0.1"], ["trainer.lr=1"]), 9: Health(since=9)}
     trouble |= {step: trouble[6] for step in (7, 8)}
     steps = [msgspec.structs.replace(s, health=trouble.get(s.step, HEALTHY)) for s in read_steps(folder)]
-    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step) for step in steps])
+    write_steps(folder, steps)
     summary = write_report(folder)
     assert [(change.step, change.state) for change in summary.health] == [
         (4, "warning"),
@@ -222,9 +212,7 @@ def test_when_the_policys_health_changed_is_in_the_summary_and_the_table(tmp_pat
         (9, "healthy"),
     ]
     assert json.loads((folder / "summary.json").read_text())["health"][1]["turn"] == ["trainer.lr=1"]
-    console = Console(record=True, width=160, file=io.StringIO())
-    console.print(summary_table(summary))
-    text = console.export_text()
+    text = printed(summary)
     for part in ("policy warning", "step 4", "gradient norm 7.0 times", "policy collapsing", "policy healthy"):
         assert part in text
     assert write_report(write_run(tmp_path / "calm", steps=3, plots=False)).health == []
@@ -242,10 +230,7 @@ def test_evaluations_are_in_the_summary_the_tables_and_the_plot(tmp_path: Path) 
     summary = write_report(folder)
     assert summary.evaluations == reports
     assert (folder / "plots" / "reward.png").read_bytes() != without
-    console = Console(record=True, width=120, file=io.StringIO())
-    console.print(summary_table(summary))
-    console.print(evaluation_table(summary.evaluations))
-    text = console.export_text()
+    text = printed(summary, evaluation_table(summary.evaluations))
     assert "0.000 → 1.000" in text
     assert "version 0 → 40, pass@1 0.250, pass@4 0.600" in text
     table = text[text.index("held-out prompts") :]
@@ -260,21 +245,6 @@ def test_few_evaluations_are_all_in_the_table(count: int) -> None:
     table = evaluation_table([make_report(version) for version in range(count)])
     assert table.row_count == count
     assert table.caption is None
-
-
-@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=5), min_size=1, max_size=5))
-def test_growth_survives_restarts(lives: list[list[int]]) -> None:
-    """A counter that restarts at 0 counts everything it ever counted."""
-    entries, expected = [], 0
-    for increments in lives:
-        count = 0
-        for increment in [0, *increments]:
-            count += increment
-            entries.append(HeartbeatEntry(time=0.0, role="gserver", index=0, stats={"n": count}))
-        expected += count
-    process = Process("gserver", 0)
-    process.extend(entries)
-    assert process.total("n") == expected
 
 
 def test_what_gservers_generate_after_a_restart_is_drawn(tmp_path: Path) -> None:
@@ -296,7 +266,7 @@ def test_what_to_turn_is_told_with_a_runs_own_settings_whatever_version_it_had(t
     steps = [
         msgspec.structs.replace(step, metrics={**step.metrics, "tokens_sampled": 100.0}) for step in read_steps(folder)
     ]
-    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+    write_steps(folder, steps)
     summary = write_report(folder)
     assert summary.max_staleness == 2
     (found,) = [finding for finding in summary.findings if finding.topic == "staleness"]
@@ -320,14 +290,11 @@ def test_the_most_frequent_failure_is_in_the_summary_and_in_its_table(tmp_path: 
         HeartbeatEntry(time=EPOCH + 200 + n, role="rollout", index=0, stats=stats, failure=failure)
         for n, failure in enumerate(failures)
     ]
-    with (folder / "timeline.jsonl").open("ab") as file:
-        file.writelines(msgspec.json.encode(beat) + b"\n" for beat in beats)
+    add_beats(folder, beats)
     summary = write_report(folder)
     told = "most often KeyError: 'x' (10 times, first for row 4 (seq 7): prompt '[b]1=')"
     assert [finding.text for finding in summary.findings] == [f"10% of the groups were given up (10): {told}"]
-    console = Console(record=True, width=260, file=io.StringIO())
-    console.print(summary_table(summary))
-    assert told in " ".join(console.export_text().split())
+    assert told in " ".join(printed(summary).split())
 
 
 def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) -> None:
@@ -337,13 +304,12 @@ def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) ->
         msgspec.structs.replace(step, metrics=step.metrics | {"tokens_masked": 800.0, "tokens_sampled": 1600.0})
         for step in read_steps(folder)
     ]
-    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+    write_steps(folder, steps)
     beats = [
         HeartbeatEntry(time=EPOCH + 200 + n, role="rollout", index=1, stats={"processor_seconds_total": seconds})
         for n, seconds in enumerate([1.0, 2.0, 0.5, 0.7, 0.1])
     ]
-    with (folder / "timeline.jsonl").open("ab") as file:
-        file.writelines(msgspec.json.encode(beat) + b"\n" for beat in beats)
+    add_beats(folder, beats)
     summary = write_report(folder)
     assert [(f.severity, f.topic) for f in summary.findings] == [("warning", "staleness"), ("note", "restarts")]
     assert "rollout/1 was started again twice" in summary.findings[1].text
@@ -351,8 +317,6 @@ def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) ->
     assert json.loads((folder / "summary.json").read_text())["findings"][0]["turn"][0].startswith(
         "staleness.max_staleness=8"
     )
-    console = Console(record=True, width=260, file=io.StringIO())
-    console.print(summary_table(summary))
-    text = console.export_text()
+    text = printed(summary)
     assert "50% of the sampled tokens were more than 4 versions old" in text
     assert "try staleness.max_staleness=8 (now 4)" in " ".join(text.split())

@@ -124,8 +124,7 @@ def test_what_processes_did(tmp_path: Path) -> None:
             *(gserver(4, 1.5, 0.9, 5), gserver(5, 1.0, 0, 0.1), gserver(30, 2.0, 0, 3), gserver(31, 3.0, 0, 4)),
         ),
         *beats(
-            "rollout",
-            *((0.5, {}, "room"), (1.5, {}, "room"), (2.5, {}, ""), (3.5, {}, "1 of 8"), (4.5, {}, "2 of 8")),
+            "rollout", *((0.5, {}, "room"), (1.5, {}, "room"), (2.5, {}, ""), (3.5, {}, "1 of 8"), (4.5, {}, "2 of 8"))
         ),
     ]
     update = PublicationEntry(

@@ -124,12 +124,7 @@ async def test_a_cut_response_is_continued_from_its_own_tokens(client: Generatio
     ]
     async with serving(script(*answers)) as engine:
         generation = await generate(client, engine.url, budget=6)
-    assert prompts(engine) == [
-        (PROMPT, 6),
-        ([*PROMPT, 10, 11], 4),
-        ([*PROMPT, 10, 11], 4),
-        ([*PROMPT, 10, 11, 12], 3),
-    ]
+    assert prompts(engine) == [(PROMPT, 6), ([*PROMPT, 10, 11], 4), ([*PROMPT, 10, 11], 4), ([*PROMPT, 10, 11, 12], 3)]
     assert generation.output_ids == [10, 11, 12, 13, 2]
     assert generation.versions == [0, 0, 1, 2, 2]
     assert generation.logprobs == [-0.10, -0.11, -0.12, -0.13, -0.02]
@@ -281,11 +276,7 @@ async def test_no_progress_ends(client: GenerationClient, monkeypatch: pytest.Mo
         (failure(400, "input is too long"), PeerError, "answered 400.*input is too long"),
         (answer([], finish="abort", status_code=400), PeerError, "refused the request: scripted"),
         (answer([10, 11], logprobs=[(-0.1, 10, None)]), WireError, "1 log-probabilities for 2 tokens"),
-        (
-            answer([10], logprobs=[(-0.1, 11, None)]),
-            WireError,
-            "token 0 is 10, its log-probability belongs to token 11",
-        ),
+        (answer([10], logprobs=[(-0.1, 11, None)]), WireError, "token 0 is 10, .* belongs to token 11"),
         (answer([10], logprobs=[(None, 10, None)]), WireError, "log-probability None"),
         (answer([10], logprobs=[(0.5, 10, None)]), WireError, "log-probability 0.5"),
         (answer([]), WireError, "without a single token"),
@@ -315,11 +306,7 @@ async def test_a_long_response_is_asked_for_in_parts(client: GenerationClient) -
     ]
     async with serving(script(*answers)) as engine:
         generation = await generate(client, engine.url, budget=8, part=3)
-    assert prompts(engine) == [
-        (PROMPT, 3),
-        ([*PROMPT, 10, 11, 12], 3),
-        ([*PROMPT, 10, 11, 12, 13, 14, 15], 2),
-    ]
+    assert prompts(engine) == [(PROMPT, 3), ([*PROMPT, 10, 11, 12], 3), ([*PROMPT, 10, 11, 12, 13, 14, 15], 2)]
     assert generation.output_ids == list(range(10, 18))
     assert generation.versions == [4, 4, 4, 5, 5, 5, 5, 5]
     assert (generation.finish_reason, generation.interruptions) == ("length", 0)

@@ -99,16 +99,6 @@ async def test_a_retry_samples_with_seeds_of_its_own_that_are_the_same_each_time
     assert len(set(failing)) == 4
 
 
-async def test_no_sibling_is_made_again_once_its_group_is_too_old(no_pauses: None) -> None:
-    workflow = Scripted(lambda seq, sibling, attempt: FAILURE if sibling == 1 else None)
-    young = iter([True, True, False])
-    with pytest.raises(RewardError):
-        await maker_of(workflow, configured(group_size=2, sibling_retries=9)).make(
-            0, route_to(), may_retry=lambda: next(young)
-        )
-    assert [attempt for _, sibling, attempt in workflow.attempts if sibling == 1] == [0, 1, 2]
-
-
 @pytest.mark.parametrize("branches", [1, 2])
 async def test_a_group_shrinks_to_the_siblings_that_did_not_fail(branches: int) -> None:
     config = configured(group_size=5, on_failed_sibling="shrink", min_siblings=3)

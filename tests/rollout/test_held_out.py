@@ -127,10 +127,7 @@ async def test_each_evaluation_asks_the_same_all_rows_by_default_and_never_too_m
         return answer([5], version="0")
 
     config = configure(tmp_path)
-    async with (
-        serving(script) as engine,
-        evaluating(config, model_dir, gservers=(engine.url,), workers=workers) as on,
-    ):
+    async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,), workers=workers) as on:
         assert (await on.evaluate(1)).prompts == 20
         assert (await on.evaluate(2)).prompts == 20
         await on.finish()

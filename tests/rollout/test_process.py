@@ -37,10 +37,7 @@ def test_a_stop_string_that_the_model_cannot_say_is_refused(tmp_path: Path) -> N
 
 def joined_at(reach: Reach, at_exit: AsyncExitStack) -> Any:
     return SimpleNamespace(
-        membership=SimpleNamespace(role="rollout", index=0),
-        reach=reach,
-        activity=Activity(idle=""),
-        at_exit=at_exit,
+        membership=SimpleNamespace(role="rollout", index=0), reach=reach, activity=Activity(idle=""), at_exit=at_exit
     )
 
 

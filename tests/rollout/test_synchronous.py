@@ -11,12 +11,7 @@ from streamrl.config import from_dict
 from streamrl.rollout.synchronous import SynchronousRollout
 from streamrl.transport.control import Admission
 from streamrl.transport.request_reply import FIRST_ROLLOUT_WORKER, RequestChannel
-from streamrl.transport.synchronous import (
-    GenerateGroups,
-    GenerateGroupsReply,
-    ScoreGroups,
-    ScoreGroupsReply,
-)
+from streamrl.transport.synchronous import GenerateGroups, GenerateGroupsReply, ScoreGroups, ScoreGroupsReply
 from tests.credentials import credential_of, keys_of, peer_at
 
 SIBLINGS = 2
@@ -52,11 +47,7 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def synchronous(worker):
-    channel = RequestChannel(
-        keys=keys_of("controller"),
-        notice_type=ScoreGroupsReply,
-        on_notice=lambda *_: None,
-    )
+    channel = RequestChannel(keys=keys_of("controller"), notice_type=ScoreGroupsReply, on_notice=lambda *_: None)
     config = from_dict({"rollout": {"group_size": SIBLINGS}})
     rollout = SynchronousRollout(
         config,

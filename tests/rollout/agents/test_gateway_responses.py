@@ -52,23 +52,6 @@ async def test_items_are_messages(client, served):
     )
 
 
-async def test_streamed(client, served):
-    served.episode.reasoning = "hm"
-    async with client.responses.stream(model="policy", input="hello", tools=[TOOL]) as stream:
-        events = [event async for event in stream]
-        final = await stream.get_final_response()
-    assert [event.type for event in events][:2] == ["response.created", "response.in_progress"]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "answer 1"
-    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "hm"
-    (arguments,) = (event for event in events if event.type == "response.function_call_arguments.done")
-    assert arguments.arguments == '{"a": 1}'
-    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
-    assert final.output_text == "answer 1"
-    whole = await client.responses.create(model="policy", input="hello", tools=[TOOL])
-    assert [item.type for item in whole.output] == [item.type for item in final.output]
-
-
 @pytest.mark.parametrize("previous", [False, True])
 async def test_a_tool_call_and_its_result(client, served, previous):
     served.episode.reasoning = "hm"

@@ -83,13 +83,18 @@ async def test_anthropics_messages_are_streamed_as_they_come(speaking):
 
 async def test_responses_are_streamed_as_they_come(speaking):
     async with openais(speaking) as client, client.responses.stream(model="m", input="hello") as stream:
-        deltas = []
+        events = []
         async for event in stream:
+            events.append(event)
             if event.type == "response.output_text.delta":
-                deltas.append(event.delta)
                 speaking.go.set()
         whole = await stream.get_final_response()
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert (deltas, whole.output_text) == (["one", " t", "wo"], "one two")
+    (arguments,) = (event for event in events if event.type == "response.function_call_arguments.done")
+    assert arguments.arguments == "{}"
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
 
 

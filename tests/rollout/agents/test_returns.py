@@ -96,11 +96,7 @@ def test_each_token_gets_what_followed_its_call_compared_with_the_group(
         of += [number] * len(found)
     group = through_the_wire(
         TrajectoryGroup.from_trajectories(
-            seq=0,
-            worker="rollout/0",
-            prompt_length=shared_prefix(trajectories),
-            trajectories=trajectories,
-            episodes=of,
+            seq=0, worker="rollout/0", prompt_length=shared_prefix(trajectories), trajectories=trajectories, episodes=of
         )
     )
     assert SampleMeta.of(group, head=0).episode_rewards == pytest.approx([sum(earned) for earned in rewards])

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamrl.config import AgentConfig, Config, DataConfig, RolloutConfig, from_dict
+from streamrl.config import AgentConfig, Config, DataConfig, RolloutConfig
 from streamrl.errors import AgentError, ConfigError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
@@ -103,20 +103,3 @@ def test_an_interpreter_that_there_is_not_is_named() -> None:
     agent = AgentConfig(verifiers=TASKSET, python="/no/such/python")
     with pytest.raises(ConfigError, match=r"rollout.agent.python = '/no/such/python' cannot be started"):
         PromptSource.open(config_of(agent), CHAT)
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"rollout": {"agent": {"verifiers": "x", "function": "a:b"}}}, "one of function, command, verifiers"),
-        ({"rollout": {"agent": {"command": ["x"], "python": "p"}}}, "are of a function, or of verifiers"),
-        ({"rollout": {"agent": {"verifiers": "x"}}, "data": {"source": "jsonl"}}, "brings tasks of its own"),
-        (
-            {"rollout": {"agent": {"verifiers": "x"}}, "evaluation": {"at_end": True}},
-            "evaluation.data.args must choose other tasks",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        from_dict(settings, where="here")

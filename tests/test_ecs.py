@@ -167,86 +167,10 @@ def same_key(commands: Commands, actor: ModelQuery["actor"], ids: DataQuery["pac
     commands.set_data("ref_logprobs", result["proximal_logprobs"])
 
 
-def unknown_model(commands: Commands, teacher: ModelQuery["teacher"], ids: DataQuery["packed_input_ids"]):
-    teacher.inference(commands.build_model_inputs(packed_input_ids=ids))
-
-
-def without_tokens(commands: Commands, actor: ModelQuery["actor"], rewards: DataQuery["rewards"]):
-    actor.train_step(commands.build_model_inputs(rewards=rewards))
-
-
-def without_rewards(commands: Commands, actor: ModelQuery["actor"], ids: DataQuery["packed_input_ids"]):
-    actor.train_step(commands.build_model_inputs(packed_input_ids=ids))
-
-
-def without_prompts(commands: Commands, actor: ModelQuery["actor"]):
-    actor.generate(commands.build_model_inputs())
-
-
-def too_much(
-    commands: Commands, ref: ModelQuery["ref"], ids: DataQuery["packed_input_ids"], rewards: DataQuery["rewards"]
-):
-    ref.inference(commands.build_model_inputs(packed_input_ids=ids, rewards=rewards))
-
-
-def other_argument(commands: Commands, ref: ModelQuery["ref"], ids: DataQuery["seqlens"]):
-    ref.inference(commands.build_model_inputs(packed_input_ids=ids))
-
-
-def no_data(commands: Commands, ref: ModelQuery["ref"]):
-    ref.inference(commands.build_model_inputs(packed_input_ids=[1, 2]))
-
-
-def no_inputs(commands: Commands, ref: ModelQuery["ref"], ids: DataQuery["packed_input_ids"]):
-    ref.inference(ids)
-
-
-def unused_result(commands: Commands, ref: ModelQuery["ref"], ids: DataQuery["packed_input_ids"]):
-    ref.inference(commands.build_model_inputs(packed_input_ids=ids))
-
-
 def two_names(commands: Commands, ref: ModelQuery["ref"], ids: DataQuery["packed_input_ids"]):
     result = ref.inference(commands.build_model_inputs(packed_input_ids=ids))
     commands.set_data("one", result["ref_logprobs"])
     commands.set_data("another", result["ref_logprobs"])
-
-
-def wrong_result(commands: Commands, ref: ModelQuery["ref"], ids: DataQuery["packed_input_ids"]):
-    ref.inference(commands.build_model_inputs(packed_input_ids=ids))["values"]
-
-
-def sets_a_parameter(commands: Commands, ids: DataQuery["packed_input_ids"]):
-    commands.set_data("mine", ids)
-
-
-def calls_nothing(commands: Commands, ref: ModelQuery["ref"]):
-    pass
-
-
-def no_annotation(commands: Commands, ref):
-    pass
-
-
-def unknown_annotation(commands: Commands, ref: NoSuchName["ref"]):
-    pass
-
-
-def branches(commands: Commands, ref: ModelQuery["ref"], rewards: DataQuery["rewards"]):
-    if rewards:
-        pass
-
-
-def raw_answers(commands: Commands, actor: ModelQuery["actor"], answers: RawDataQuery["answers"]):
-    pass
-
-
-def critic_generates(commands: Commands, critic: ModelQuery["critic"], prompts: RawDataQuery["prompts"]):
-    critic.generate(commands.build_model_inputs(prompts=prompts))
-
-
-def renames(commands: Commands, actor: ModelQuery["actor"], prompts: RawDataQuery["prompts"]):
-    result = actor.generate(commands.build_model_inputs(prompts=prompts))
-    commands.set_data("tokens", result["packed_input_ids"])
 
 
 def trains_first(
@@ -256,10 +180,9 @@ def trains_first(
     commands.set_data("after", actor.inference(commands.build_model_inputs(packed_input_ids=ids))["proximal_logprobs"])
 
 
-def trains_reference(
-    commands: Commands, ref: ModelQuery["ref"], ids: DataQuery["packed_input_ids"], rewards: DataQuery["rewards"]
-):
-    ref.train_step(commands.build_model_inputs(packed_input_ids=ids, rewards=rewards))
+def branches(commands: Commands, ref: ModelQuery["ref"], rewards: DataQuery["rewards"]):
+    if rewards:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -270,39 +193,79 @@ def trains_reference(
         ([ecs_grpo.ref_inf, same_key, ecs_grpo.actor_train], "ref_logprobs is given by both ref_inf and same_key"),
         ([ecs_grpo.ref_inf, ecs_grpo.ref_inf], "two model function calls have the name ref_inf"),
         ([ecs_grpo.ref_inf], "no train_step of the actor"),
-        (
-            [unknown_model],
-            "unknown_model: parameter teacher asks for the model 'teacher'; there are actor, ref, critic",
-        ),
-        ([without_tokens], "without_tokens: actor.train_step lacks the argument packed_input_ids"),
-        ([without_rewards], "without_rewards: key rewards is missing from its inputs"),
-        ([without_prompts], "without_prompts: actor.generate lacks the argument prompts"),
-        (
-            [plain_train],
-            "actor_train: key ref_logprobs is missing from its inputs; add it, or change algorithm.kl_coef",
-        ),
-        ([too_much], "too_much: ref.inference has no argument rewards; it has episodes, "),
-        ([other_argument], r"build_model_inputs\(packed_input_ids=…\) is given key seqlens"),
-        ([no_data], "takes a parameter or a result of a model, not list"),
-        ([no_inputs], r"no_inputs: ref.inference takes commands.build_model_inputs\(…\), not DataQuery"),
-        ([unused_result], "unused_result: the result of ref.inference is not used"),
+        ([plain_train], "actor_train: key ref_logprobs is missing .* add it, or change algorithm.kl_coef"),
         ([two_names, plain_train], "two_names: an inference gives one key, not 2"),
-        ([wrong_result], "wrong_result: ref.inference returns ref_logprobs, not values"),
-        ([sets_a_parameter], r"sets_a_parameter: set_data\('mine', …\) takes a result of a model"),
-        ([calls_nothing], "calls_nothing calls no model"),
-        ([no_annotation], "no_annotation: parameter ref is none of Commands, "),
-        ([unknown_annotation], "unknown_annotation: an annotation is not readable .*NoSuchName"),
         ([branches], "rewards has no value while a function is traced"),
-        ([raw_answers], "raw_answers: parameter answers asks for raw data 'answers'; there is 'prompts'"),
-        ([critic_generates], "critic_generates: critic.generate: only the actor generates"),
-        ([renames], "renames: packed_input_ids cannot be renamed to tokens"),
         ([trains_first], "trains_first: actor.inference comes after a train_step"),
-        ([trains_reference], "trains_reference: the role ref is never trained"),
         ([ecs_ppo.rew_inf, plain_train], "rew_inf is a call to rollout workers"),
         ([ecs_ppo.actor_gen, plain_train], 'actor_gen .* trainer.graph = "synchronous:tests.test_ecs:_workflow"'),
     ],
-    ids=lambda value: "" if isinstance(value, str) else value[0].__name__,
 )
 def test_what_cannot_be_a_workflow_is_refused_by_name(functions, message):
     with pytest.raises(ConfigError, match=message):
         built(functions, KL)
+
+
+KINDS = {
+    "Actor": ModelQuery["actor"],
+    "Critic": ModelQuery["critic"],
+    "Ref": ModelQuery["ref"],
+    "Ids": DataQuery["packed_input_ids"],
+    "Rewards": DataQuery["rewards"],
+    "Prompts": RawDataQuery["prompts"],
+}
+"""Annotations of the parameters below."""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "body", "message"),
+    [
+        ("teacher: ModelQuery['teacher']", "pass", "parameter teacher asks for the model 'teacher'; there are actor, "),
+        ("actor: Actor, r: Rewards", "actor.train_step(inputs(rewards=r))", "train_step lacks .* packed_input_ids"),
+        ("actor: Actor, ids: Ids", "actor.train_step(inputs(packed_input_ids=ids))", "key rewards is missing from"),
+        ("actor: Actor", "actor.generate(inputs())", "actor.generate lacks the argument prompts"),
+        (
+            "ref: Ref, ids: Ids, r: Rewards",
+            "ref.inference(inputs(packed_input_ids=ids, rewards=r))",
+            "ref.inference has no argument rewards; it has episodes, ",
+        ),
+        (
+            "ref: Ref, ids: Ids, r: Rewards",
+            "ref.train_step(inputs(packed_input_ids=ids, rewards=r))",
+            "the role ref is never trained",
+        ),
+        ("ref: Ref, s: DataQuery['seqlens']", "ref.inference(inputs(packed_input_ids=s))", "is given key seqlens"),
+        ("ref: Ref", "ref.inference(inputs(packed_input_ids=[1, 2]))", "a parameter or a result of a model, not list"),
+        ("ref: Ref, ids: Ids", "ref.inference(ids)", r"commands.build_model_inputs\(…\), not DataQuery"),
+        (
+            "ref: Ref, ids: Ids",
+            "ref.inference(inputs(packed_input_ids=ids))",
+            "result of ref.inference is not used",
+        ),
+        (
+            "ref: Ref, ids: Ids",
+            "ref.inference(inputs(packed_input_ids=ids))['values']",
+            "ref.inference returns ref_logprobs, not values",
+        ),
+        ("ids: Ids", "commands.set_data('mine', ids)", r"set_data\('mine', …\) takes a result of a model"),
+        ("ref: Ref", "pass", "calls no model"),
+        ("ref", "pass", "parameter ref is none of Commands, "),
+        ("ref: NoSuchName", "pass", "an annotation is not readable .*NoSuchName"),
+        ("actor: Actor, a: RawDataQuery['answers']", "pass", "asks for raw data 'answers'; there is 'prompts'"),
+        (
+            "critic: Critic, p: Prompts",
+            "critic.generate(inputs(prompts=p))",
+            "generate: only the actor generates",
+        ),
+        (
+            "actor: Actor, p: Prompts",
+            "commands.set_data('tokens', actor.generate(inputs(prompts=p))['packed_input_ids'])",
+            "packed_input_ids cannot be renamed to tokens",
+        ),
+    ],
+)
+def test_a_function_that_does_what_it_cannot_is_refused_by_name(parameters, body, message):
+    scope = globals() | KINDS
+    exec(f"def wrong(commands: Commands, {parameters}):\n inputs = commands.build_model_inputs\n {body}", scope)
+    with pytest.raises(ConfigError, match=f"wrong.*{message}"):
+        built([scope["wrong"]], KL)

@@ -23,20 +23,12 @@ from tests.trainer.backends.reference import (
     make_groups,
     make_spec,
     micro_batches,
-    save_models,
     token_weights,
 )
 from tests.trainer.backends.world import run_world
 
 LORA = LoraConfig(rank=4, alpha=12.0)
 KIND = "qwen2"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return folder
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], *, base: Path, lora: LoraConfig = LORA) -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.trainer.layout import Layout
 from tests.trainer.backends.common import Checks
-from tests.trainer.backends.reference import EXPERTS, KINDS, SCALAR, save_models
+from tests.trainer.backends.reference import EXPERTS, KINDS, SCALAR
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 
 pytest.importorskip("megatron.core")
@@ -26,13 +26,6 @@ WORLDS = {
 """Layouts and the models that each is checked with, by world size."""
 HEAD_CHUNK = 16
 """Small, so that several chunks make up the head's work."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return folder
 
 
 def _check_layouts(rank: int, models: Path, scratch: Path, world: int) -> None:

@@ -16,7 +16,7 @@ from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
 from streamrl.types import NO_EXPERT, TrajectoryGroup
 from tests.trainer.backends.common import Checks
-from tests.trainer.backends.reference import EXPERTS, SMALL, make_groups, make_spec, micro_batches, save_models
+from tests.trainer.backends.reference import EXPERTS, SMALL, make_groups, make_spec, micro_batches
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 
 pytest.importorskip("megatron.core")
@@ -28,17 +28,16 @@ LAYERS, TOP_K, COUNT = 3, 2, 4
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
+def models(models: Path) -> Path:
+    """Those of all tests, and two more."""
     common = {"head_dim": 16, "num_experts": COUNT, "moe_intermediate_size": 24}
     for kind, settings in {
         ONE_STAGE_WITHOUT: {"num_experts_per_tok": 2, "mlp_only_layers": [1], "norm_topk_prob": True},
         NOT_NORMALISED: {"num_experts_per_tok": 3, "norm_topk_prob": False},
     }.items():
         torch.manual_seed(7)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **common, **settings)).save_pretrained(folder / kind)
-    return folder
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **common, **settings)).save_pretrained(models / kind)
+    return models
 
 
 def _make(rank: int) -> Any:

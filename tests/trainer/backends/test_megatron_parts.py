@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamrl.errors import ModelError
 from streamrl.trainer.layout import Layout
 from tests.experts import as_in_files
-from tests.trainer.backends.reference import EXPERTS, KINDS, save_models
+from tests.trainer.backends.reference import EXPERTS, KINDS
 
 pytest.importorskip("megatron.core")
 
@@ -30,13 +30,6 @@ from streamrl.trainer.backends.megatron.weights import (
     stage_weights,
     whole_shapes,
 )
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return folder
 
 
 def numbered(*shape: int) -> torch.Tensor:

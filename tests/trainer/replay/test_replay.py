@@ -20,8 +20,6 @@ from streamrl.launch.replay import outcome_of, prepare, verdict
 from streamrl.records import progress
 from streamrl.records.view import read_run
 from streamrl.stream_dataset import StreamDataset
-from streamrl.trainer.algorithms.objective import Totals, objective
-from streamrl.trainer.algorithms.tokens import Tokens
 from streamrl.trainer.calls import (
     Function,
     Inference,
@@ -38,8 +36,6 @@ from streamrl.trainer.redistributor import deal
 from streamrl.trainer.replay import process as replaying
 from streamrl.trainer.replay.plan import ReplayBatch, ReplayOutcome, ReplayPlan, changes, computed, stretch
 from streamrl.trainer.replay.recording import RecordedStep, read_recording
-from streamrl.trainer.roles.advantages import assign_credit
-from streamrl.trainer.roles.items import TrainItem
 from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.computation import Computation
 from streamrl.trainer.worker.data import WorkerData
@@ -150,6 +146,10 @@ def replay(config: Config, folder: Path, *overrides: str, to: str = "again", ste
     return outcome_of(prepared.config.run_dir)
 
 
+def losses(answers: list[TrainReply]) -> list[str]:
+    return [(answer.sums["loss"] / answer.updates).hex() for answer in answers]
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -166,9 +166,7 @@ def test_a_replay_is_the_run_bit_for_bit(tmp_path: Path, algorithm: dict[str, An
     assert (outcome.first_step, outcome.last_step, outcome.changed, outcome.difference) == (1, 4, {}, None)
     assert outcome.environment == {}
     steps = read_run(tmp_path / "again").steps
-    assert [step.metrics["loss"].hex() for step in steps] == [
-        (answer.sums["loss"] / answer.updates).hex() for answer in was
-    ]
+    assert [step.metrics["loss"].hex() for step in steps] == losses(was)
     assert [step.metrics["grad_norm"].hex() for step in steps] == [answer.maxima["grad_norm"].hex() for answer in was]
     assert [step.metrics["lr"] for step in steps] == [0.01] * 4
     assert [step.token_ages for step in steps] == [dict(sorted(answer.token_ages.items())) for answer in was]
@@ -217,79 +215,17 @@ def test_a_resumed_run_is_replayed_in_one_go(tmp_path: Path) -> None:
 
 
 def test_another_objective_on_the_same_data(tmp_path: Path) -> None:
-    """Its loss in the first step, where the weights are the recorded run's, is what the objective's function gives."""
+    """Each step is that of a run that had this objective from the beginning."""
     config = configured(tmp_path, algorithm={"proximal": "behavior"})
     was = record(config, range(1, 4))
     outcome = replay(config, tmp_path, "algorithm.loss=cispo", "algorithm.clip_high=0.05")
     assert outcome.changed == {"algorithm.loss": ("ppo", "cispo"), "algorithm.clip_high": (0.28, 0.05)}
     assert "come from the recorded policy" in verdict(outcome)
+    changed = {"proximal": "behavior", "loss": "cispo", "clip_high": 0.05}
+    wanted = record(configured(tmp_path / "another", algorithm=changed), range(1, 4))
     steps = read_run(tmp_path / "again").steps
     assert [step.token_ages for step in steps] == [dict(sorted(answer.token_ages.items())) for answer in was]
-    assert steps[0].metrics["effective_sample_size"] == pytest.approx(ess(was[0]), rel=1e-12)
-    assert steps[2].metrics["effective_sample_size"] != pytest.approx(ess(was[2]), rel=1e-6)
-    changed = overridden(config, ["algorithm.loss=cispo", "algorithm.clip_high=0.05"])
-    assert steps[0].metrics["loss"] == pytest.approx(expected_loss(changed), rel=1e-4)
-    assert abs(expected_loss(config) - expected_loss(changed)) > 1e-3 * abs(expected_loss(config))
-    assert was[0].sums["loss"] == pytest.approx(expected_loss(config), rel=1e-4)
-
-
-def ess(answer: TrainReply) -> float:
-    sums = answer.sums
-    return sums["ratio"] ** 2 / (sums["tokens"] * sums["ratio_squares"])
-
-
-def expected_loss(config: Config) -> float:
-    """Of the first recorded step, by transformers and the objective alone, response by response."""
-    from transformers import AutoModelForCausalLM
-
-    (step,) = read_recording(config.run_dir).load(1)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-    items = [
-        TrainItem(
-            group=group,
-            trainable=group.packed_loss_mask,
-            age=-group.packed_policy_versions,
-            comparable=np.zeros(group.tokens, bool),
-        )
-        for group in step.groups
-    ]
-    credits = assign_credit(items, config.algorithm, kl_coef=0.0, given=False, add_up=lambda values: values)
-    tokens = sum(int(item.trainable.sum()) for item in items)
-    totals = Totals(tokens=tokens, episodes=sum(g.size for g in step.groups), longest=9)
-    total = 0.0
-    for item, credit in zip(items, credits, strict=True):
-        for sibling in range(item.group.size):
-            first, end = item.group.bounds(sibling)
-            ids = torch.from_numpy(item.group.packed_input_ids[first:end].astype(np.int64))
-            with torch.no_grad():
-                logits = model(ids[None]).logits[0].log_softmax(-1)
-            scored = torch.cat([torch.zeros(1), logits[:-1].gather(-1, ids[1:, None])[:, 0]])
-            keep = torch.from_numpy(item.trainable[first:end].copy())
-            behavior = torch.from_numpy(item.group.packed_behavior_logprobs[first:end].copy())[keep]
-            count = len(behavior)
-            found = objective(
-                Tokens(
-                    logprobs=scored[keep],
-                    entropy=torch.zeros(count),
-                    behavior_logprobs=behavior,
-                    proximal_logprobs=behavior,
-                    ref_logprobs=None,
-                    advantages=credit.advantages[first:end][keep],
-                    sequence=torch.zeros(count, dtype=torch.int64),
-                    sequences=1,
-                    of_episode=torch.full((count,), count),
-                    age=torch.zeros(count, dtype=torch.int64),
-                    ages=(0,),
-                    comparable=torch.zeros(count, dtype=torch.bool),
-                    comparable_tokens=0,
-                    weight=torch.ones(count),
-                ),
-                config.algorithm,
-                kl_coef=0.0,
-                totals=totals,
-            )
-            total += float(found.sums["loss"])
-    return total
+    assert [step.metrics["loss"].hex() for step in steps] == losses(wanted) != losses(was)
 
 
 @pytest.mark.parametrize(

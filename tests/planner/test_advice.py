@@ -37,7 +37,7 @@ def calibration(**costs: Any) -> Calibration:
     return Calibration(costs=Costs(**(given | costs)), of="a test", steps=10, seconds=20.0)
 
 
-def option(settings: advice.Settings, *, tokens: float, age: float = 0.0, masked: float = 0.0) -> Option:
+def option(settings: advice.Settings, *, tokens: float, age: float = 0.0) -> Option:
     prediction = Prediction(
         steps_per_hour=1.0,
         tokens_trained_per_second=tokens,
@@ -49,7 +49,7 @@ def option(settings: advice.Settings, *, tokens: float, age: float = 0.0, masked
         cores_busy=None,
         token_ages={0: 1.0},
         mean_token_age=age,
-        masked_share=masked,
+        masked_share=0.0,
         dropped_share=0.0,
         mean_group_seconds=1.0,
         seconds=1.0,

@@ -138,9 +138,9 @@ def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
     return -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-def surrogates(r: Response, old: list[float], *, low: float = 0.2, high: float = 0.2) -> list[Tensor]:
+def surrogates(r: Response, old: list[float], *, high: float = 0.2) -> list[Tensor]:
     """PPO's for each token."""
-    return [clipped((n - o).exp(), a, low, high) for n, o, a in zip(r.now, old, r.advantages, strict=True)]
+    return [clipped((n - o).exp(), a, 0.2, high) for n, o, a in zip(r.now, old, r.advantages, strict=True)]
 
 
 def mean_over_tokens(part: list[Response], terms: Callable[[Response], list[Tensor]]) -> Tensor:

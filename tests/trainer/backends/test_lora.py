@@ -31,27 +31,27 @@ LORA = LoraConfig(rank=4, alpha=12.0)
 KIND = "qwen2"
 
 
-def write_adapter(folder: Path, tensors: dict[str, Tensor], *, base: Path, lora: LoraConfig = LORA) -> Path:
+def write_adapter(folder: Path, tensors: dict[str, Tensor], *, base: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / adapters.SETTINGS).write_text(json.dumps(adapters.adapter_settings(lora, str(base))))
+    (folder / adapters.SETTINGS).write_text(json.dumps(adapters.adapter_settings(LORA, str(base))))
     save_file(tensors, folder / f"{adapters.TENSORS}.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def random_adapter(base: Path, lora: LoraConfig = LORA) -> dict[str, Tensor]:
+def random_adapter(base: Path) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     shapes = [(name, tuple(weight.shape)) for name, weight in load_file(base / "model.safetensors").items()]
-    specs = adapters.adapter_specs(shapes, lora)
+    specs = adapters.adapter_specs(shapes, LORA)
     return {name: torch.randn(shape, generator=generator) / 5 for name, shape in specs}
 
 
-def with_peft(base: Path, adapter: Path, *, trainable: bool = True) -> Any:
+def with_peft(base: Path, adapter: Path) -> Any:
     """The model as peft's users read it, in float64."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return peft.PeftModel.from_pretrained(model, adapter, is_trainable=trainable).double()
+    return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).double()
 
 
 def predicted(model: Any, group: Any) -> tuple[Tensor, Tensor]:

@@ -202,7 +202,10 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_replayed_in_one_go(tmp_path: Path) -> None:
-    config = configured(tmp_path, trainer={"optimizer": {"betas": [0.9, 0.99]}})
+    """With all that a checkpoint has to keep: moments, a schedule, and a coefficient that adapts."""
+    optimizer = {"betas": [0.9, 0.99], "schedule": "cosine", "warmup_steps": 3}
+    algorithm = {"kl_coef": 0.2, "kl_target": 0.01}
+    config = configured(tmp_path, trainer={"optimizer": optimizer}, algorithm=algorithm)
     record(config, range(1, 4), save=True)
     checkpoint = config.run_dir / "checkpoints" / "mid"
     resumed = overridden(config, [f"run.resume_from={checkpoint}", "gserver.count=3"])

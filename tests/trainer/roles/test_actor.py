@@ -13,11 +13,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from streamrl.export import copy_settings
-from streamrl.safetensors_files import MODEL, bytes_of_parts, file_name, write_bytes
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec, Ranks
-from streamrl.trainer.backends.optimizer import OPTIMIZER
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.layout import Layout
@@ -32,29 +29,19 @@ LONGEST = 9
 TRAINER = TrainerConfig(lr=1e-2, max_tokens_per_microbatch=120, optimizer=OptimizerConfig(grad_clip=1e9, eps=1e-3))
 
 
+ALONE = Layout()
+
+
 class Policy:
     """An actor with its reference, as a model worker has them."""
 
-    def __init__(self, folder, *, reference_dir=None, trainer=TRAINER, algorithm=None, temperature=1.0, **options):
-        self.folder = folder
+    def __init__(self, folder, *, trainer=TRAINER, algorithm=None, temperature=1.0, layout=ALONE, rank=0, shard=False):
         self.steps = 0
         algorithm = algorithm or AlgorithmConfig()
-        dtype, layout, rank = (
-            options.get("dtype", torch.float32),
-            options.get("layout", Layout()),
-            options.get("rank", 0),
-        )
-        self.rank, self.world = rank, layout.world
         cpu = torch.device("cpu")
-        common = {"head": "tokens", "device": cpu, "dtype": dtype, "temperature": temperature}
+        common = {"head": "tokens", "device": cpu, "dtype": torch.float32, "temperature": temperature}
         trained = ModelSpec(
-            folder=folder,
-            lr=trainer.lr,
-            optimizer=trainer.optimizer,
-            total_updates=10,
-            entropy_gradient=algorithm.entropy_coef > 0,
-            shard=options.get("shard", False),
-            **common,
+            folder=folder, lr=trainer.lr, optimizer=trainer.optimizer, total_updates=10, shard=shard, **common
         )
         kl = KLCoefficient(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
 
@@ -72,42 +59,20 @@ class Policy:
 
         self.actor = actor(trained)
         self.model = self.actor.model
-        self.reference = actor(ModelSpec(folder=reference_dir or folder, **common)) if algorithm.kl_coef else None
+        self.reference = actor(ModelSpec(folder=folder, **common)) if algorithm.kl_coef else None
 
     def logprobs(self, groups, *, reference):
         return (self.reference if reference else self.actor).inference(groups)
 
-    def train(self, items, *, loss_tokens, episodes, before_update, compared=None):
+    def train(self, items, *, loss_tokens, episodes, compared=None):
         """A step on a batch that is one minibatch."""
         credits = self.actor.begin_step(items, policy_version=self.steps, given=False)
         minibatch = Minibatch(loss_tokens, episodes, compared)
         found = StepStatistics()
-        self.actor.train_step(items, credits, minibatch, found, before_update=before_update)
+        self.actor.train_step(items, credits, minibatch, found, before_update=lambda: None)
         self.actor.end_step(found.sums)
         self.steps += 1
         return found
-
-    def named_weights(self):
-        return self.model.gather_weights()
-
-    def save(self, folder):
-        """As workers do: each a file of weights, and beside it one of the state."""
-        state, found = folder / "state", self.actor.state()
-        state.mkdir(parents=True, exist_ok=True)
-        for file, parts in ((folder / MODEL, self.model.weight_parts()), (state / OPTIMIZER, found.optimizer)):
-            write_bytes(file.with_name(file_name(file.name, self.rank, self.world)), bytes_of_parts(parts))
-        if self.rank == 0:
-            copy_settings(self.folder, folder)
-            for name, content in found.files.items():
-                (state / name).write_bytes(content)
-        if self.world > 1:
-            dist.barrier()
-
-    def load_state(self, folder):
-        self.actor.load_state(folder / "state")
-
-
-make_backend = Policy
 
 
 def make_groups(count=5, *, seed=0):
@@ -115,14 +80,13 @@ def make_groups(count=5, *, seed=0):
     return [random_group(i, rng, prompt=3 + 2 * i, gaps=i % 2 == 1, versions=(0, 6)) for i in range(count)]
 
 
-def make_item(group, *, oldest=0, ref=None, proximal=None):
+def make_item(group, *, oldest=0, ref=None):
     young = group.packed_loss_mask & (group.packed_policy_versions >= oldest)
     return TrainItem(
         group=group,
         trainable=young,
         age=6 - group.packed_policy_versions,
         comparable=young,
-        proximal_logprobs=proximal,
         ref_logprobs=ref,
     )
 
@@ -144,7 +108,7 @@ def test_logprobs_equal_transformers(tmp_path, kind, share_prefix):
     folder = save_model(tmp_path / "model", kind)
     trainer = msgspec.structs.replace(TRAINER, share_prefix=share_prefix)
     groups = [*make_groups(), branching_group(5, np.random.default_rng(0))]
-    got = make_backend(folder, trainer=trainer, temperature=0.7).logprobs(groups, reference=False)
+    got = Policy(folder, trainer=trainer, temperature=0.7).logprobs(groups, reference=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for group, values in zip(groups, got, strict=True):
         with torch.no_grad():
@@ -157,7 +121,7 @@ def test_logprobs_equal_transformers(tmp_path, kind, share_prefix):
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "without contrast"])
 def test_a_step_tells_what_it_found_of_one_response_before_the_update(tmp_path, temperature, learns):
     folder = save_model(tmp_path / "model")
-    policy = make_backend(folder, temperature=temperature)
+    policy = Policy(folder, temperature=temperature)
     groups = make_groups()
     if not learns:
         groups[3].rewards[:] = 1.0  # such a group is left out of the step otherwise
@@ -166,18 +130,18 @@ def test_a_step_tells_what_it_found_of_one_response_before_the_update(tmp_path, 
     with torch.no_grad():
         want = reference_logprobs(model, groups[3])[first:end][groups[3].packed_loss_mask[first:end]]
     items = [make_item(group) for group in groups]
-    found = policy.train(items, loss_tokens=60, episodes=20, before_update=lambda: None, compared=Sibling(3, 2))
+    found = policy.train(items, loss_tokens=60, episodes=20, compared=Sibling(3, 2))
     assert found.compared == pytest.approx(want.tolist(), abs=1e-5)
-    elsewhere = policy.train(items, loss_tokens=60, episodes=20, before_update=lambda: None, compared=Sibling(9, 2))
+    elsewhere = policy.train(items, loss_tokens=60, episodes=20, compared=Sibling(9, 2))
     assert elsewhere.compared == []
-    again = policy.train(items, loss_tokens=60, episodes=20, before_update=lambda: None, compared=Sibling(3, 2))
+    again = policy.train(items, loss_tokens=60, episodes=20, compared=Sibling(3, 2))
     assert again.compared != pytest.approx(want.tolist(), abs=1e-3)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "sum", "constant"])
 def test_an_episode_with_branches_weighs_as_much_as_one_without(tmp_path, aggregation):
     """The loss of a loop over tokens, with advantages that compare the means of attempts."""
-    policy = make_backend(
+    policy = Policy(
         save_model(tmp_path / "model"),
         algorithm=AlgorithmConfig(loss_aggregation=aggregation, advantage="mean", behavior_kl_coef=0.0),
     )
@@ -202,37 +166,8 @@ def test_an_episode_with_branches_weighs_as_much_as_one_without(tmp_path, aggreg
                 "constant": LONGEST * attempts,
             }[aggregation]
             wanted -= weight * advantage[t] / divisor
-    found = policy.train(items, loss_tokens=tokens, episodes=attempts, before_update=lambda: None)
+    found = policy.train(items, loss_tokens=tokens, episodes=attempts)
     assert found.sums["loss"] == pytest.approx(wanted, abs=1e-5)
-
-
-def test_a_run_that_goes_on_equals_one_that_never_stopped(tmp_path):
-    folder = save_model(tmp_path / "model")
-    optimizer = OptimizerConfig(schedule="cosine", warmup_steps=3, min_lr_ratio=0.1)
-    settings = {
-        "trainer": msgspec.structs.replace(TRAINER, optimizer=optimizer),
-        "algorithm": AlgorithmConfig(kl_coef=0.2, kl_target=0.01),
-    }
-
-    def steps(backend, numbers):
-        for number in numbers:
-            groups = make_groups(3, seed=number)
-            refs = backend.logprobs(groups, reference=True)
-            items = [make_item(g, ref=r) for g, r in zip(groups, refs, strict=True)]
-            yield backend.train(items, loss_tokens=50, episodes=12, before_update=lambda: None)
-
-    whole = make_backend(folder, **settings)
-    expected = list(steps(whole, range(8)))
-    first = make_backend(folder, **settings)
-    list(steps(first, range(5)))
-    first.save(tmp_path / "saved")
-    second = make_backend(tmp_path / "saved", reference_dir=folder, **settings)
-    second.load_state(tmp_path / "saved")
-    for got, wanted in zip(steps(second, range(5, 8)), expected[5:], strict=True):
-        assert got.sums == wanted.sums
-        assert got.maxima == wanted.maxima
-    for (name, a), (_, b) in zip(whole.named_weights(), second.named_weights(), strict=True):
-        assert torch.equal(a, b), name
 
 
 SPREAD = {
@@ -248,15 +183,15 @@ LAYOUTS = [(Layout(data=2), False), (Layout(data=2), True), (Layout(context=2), 
 """Of two ranks, and whether weights are sharded."""
 
 
-def _train_spread(backend, kind, chosen):
+def _train_spread(policy, kind, chosen):
     """Two steps on the groups `chosen` of five."""
     for step in range(2):
         groups = make_groups(5, seed=step)
         tokens = sum(int(g.packed_loss_mask.sum()) for g in groups)
         mine = groups[chosen]
-        refs = backend.logprobs(mine, reference=True) if SPREAD[kind].kl_coef else [None] * len(mine)
+        refs = policy.logprobs(mine, reference=True) if SPREAD[kind].kl_coef else [None] * len(mine)
         items = [make_item(g, ref=r) for g, r in zip(mine, refs, strict=True)]
-        found = backend.train(items, loss_tokens=tokens, episodes=20, before_update=lambda: None)
+        found = policy.train(items, loss_tokens=tokens, episodes=20)
     return found.maxima.get("kl_coef")
 
 
@@ -264,13 +199,13 @@ def _rank(folder, rank, port, answers):
     torch.set_num_threads(1)
     join_world(address="127.0.0.1", port=port, rank=rank, world_size=2, backend="gloo", timeout=60)
     for kind, (layout, shard) in product(SPREAD, LAYOUTS):
-        backend = make_backend(folder, algorithm=SPREAD[kind], layout=layout, rank=rank, shard=shard)
+        policy = Policy(folder, algorithm=SPREAD[kind], layout=layout, rank=rank, shard=shard)
         shares = (slice(0, 4), slice(4, 5)) if layout.data == 2 else (slice(0, 5), slice(0, 5))
-        coefficient = _train_spread(backend, kind, shares[rank])
-        whole = backend.named_weights() if shard else [(n, p.detach()) for n, p in backend.model._parameters.items()]
-        weights = {name: w.numpy() for name, w in whole}
+        coefficient = _train_spread(policy, kind, shares[rank])
+        whole = policy.model.gather_weights() if shard else policy.model._parameters.items()
+        weights = {name: weight.detach().numpy() for name, weight in whole}
         answers.send(((kind, layout, shard, rank), (weights, coefficient)))
-        backend.model.close()
+        policy.model.close()
     dist.destroy_process_group()
 
 
@@ -281,11 +216,11 @@ def test_two_ranks_with_unequal_groups_or_with_rows_in_common_equal_one(tmp_path
         found = dict(ranks.take(2 * len(SPREAD) * len(LAYOUTS)))
         ranks.end()
     for kind in SPREAD:
-        alone = make_backend(folder, algorithm=SPREAD[kind])
+        alone = Policy(folder, algorithm=SPREAD[kind])
         coefficient = _train_spread(alone, kind, slice(0, 5))
         for layout, shard in LAYOUTS:
             (weights, first), (others, second) = (found[kind, layout, shard, rank] for rank in range(2))
-            for name, weight in alone.named_weights():
+            for name, weight in alone.model.gather_weights():
                 assert shard or np.array_equal(weights[name], others[name]), name
                 assert np.abs(weights[name] - weight.numpy()).max() < 1e-4, (kind, layout, shard, name)
             assert first == second
@@ -297,7 +232,7 @@ def test_two_ranks_with_unequal_groups_or_with_rows_in_common_equal_one(tmp_path
 @pytest.mark.parametrize(("groups", "computed"), [(1, 1), (4, 1), (5, 2), (8, 2)])
 def test_a_sample_of_the_groups_without_contrast_stands_for_all_of_them(tmp_path, groups, computed):
     """The loss of the pull keeps its size on average: over all choices of the sample its mean is that of all groups."""
-    policy = make_backend(save_model(tmp_path / "model"), algorithm=AlgorithmConfig(behavior_kl_coef=0.1)).actor
+    policy = Policy(save_model(tmp_path / "model"), algorithm=AlgorithmConfig(behavior_kl_coef=0.1)).actor
     items = [make_item(group) for group in make_groups(groups)]
     for item in items:
         item.group.rewards[:] = 0.1
@@ -331,8 +266,8 @@ def test_a_group_of_weight_four_counts_as_four(tmp_path, monkeypatch):
     found = {}
     for share in (0.25, 1.0):
         monkeypatch.setattr("streamrl.trainer.roles.actor.PULL_SHARE", share)
-        policy = make_backend(folder, algorithm=algorithm)
-        found[share] = policy.train(items, loss_tokens=tokens, episodes=16, before_update=lambda: None)
+        policy = Policy(folder, algorithm=algorithm)
+        found[share] = policy.train(items, loss_tokens=tokens, episodes=16)
     sampled, every = found[0.25], found[1.0]
     assert every.maxima["grad_norm"] > 0
     assert sampled.maxima["grad_norm"] == pytest.approx(every.maxima["grad_norm"], rel=1e-5)

@@ -142,13 +142,10 @@ class Workers:
         self.events: list[Event] = []
         self.compute: Callable[[Any], Any] | None = None
         """What computes for the only worker, if anybody does: carries out a call, and answers as a worker."""
-        self.models: dict[int, Architecture] = {}
-        """Workers whose transformer is another one than `TRANSFORMER`."""
-        self.weights = 0
-        """The version that the workers' weights are."""
         self.stored = stored
         begun = progress.of_run(config)
         self.weights = begun.policy_version if begun else 0
+        """The version that the workers' weights are."""
         self._config, self._manager, self._script = config, manager, script
         graph = graph_of(config)
         self._mfcs = {mfc.name: mfc for mfc in graph.mfcs}
@@ -222,7 +219,7 @@ class Workers:
             case Spec():
                 return {worker: WorkerSpec({"actor": "pretended"}, 0) for worker in calls}
             case ModelConfigRequest():
-                return {worker: self.models.get(worker, TRANSFORMER) for worker in calls}
+                return dict.fromkeys(calls, TRANSFORMER)
             case OpenStore():
                 return dict.fromkeys(calls, StoreAddress("here", 1))
             case ClearDataCache():

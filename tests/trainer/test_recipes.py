@@ -508,11 +508,12 @@ def test_an_adaptive_kl_coefficient_is_one_in_a_step_for_both_roles_and_all_mini
     assert float(run.assembly.actor.state().files["kl.json"]) == pytest.approx(0.5 * (1 + change))
 
 
-def test_ppo_with_a_discount_and_values_that_move_freely(tmp_path):
-    changes = {"gamma": 0.9, "proximal": "behavior", "behavior_kl_coef": 0.0}
-    run = Run(tmp_path, RECIPES["PPO"], fresh=False, critic={"value_clip": None}, **changes)
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_ppo_with_a_discount_and_values_that_move_freely_or_hardly(tmp_path, clip):
+    changes = {"gamma": 0.9, "minibatches": 2, "proximal": "behavior", "behavior_kl_coef": 0.0}
+    run = Run(tmp_path, RECIPES["PPO"], fresh=False, critic={"value_clip": clip}, **changes)
     run.step()
     batch = run.batch()
     generalised(batch, beta=0.01, gae_lambda=0.95, gamma=0.9)
     run.compare("actor", batch, ppo_loss)
-    run.compare("critic", batch, lambda part: critic_loss(part, clip=math.inf))
+    run.compare("critic", batch, lambda part: critic_loss(part, clip=clip or math.inf))

@@ -32,8 +32,8 @@ The figures of runs:
   tokens of all finished responses, dropped ones included.
 
 With `--jobs` several runs of small models share the machine. Learning does not suffer, except that pools which wait for
-a core shift the ages within their bound. The claim about area per second compares runs that shared it alike: run all η
-of a seed one after another, as the command does.
+a core shift the ages within their bound. The claim about area per second compares runs of one state of the code: make
+all η of a seed one after another, as the command does, so that they share the machine alike.
 """
 
 from __future__ import annotations
@@ -590,7 +590,7 @@ def found_claims(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Claim]]:
     for row in fresh:
         reached[row["task"]].append(max(smoothed(row["curve"]["reward"])) >= LEARNED)
     learned = {task for task, found in reached.items() if fmean(found) >= LEARNING_SEEDS}
-    synchronous, rates = curves(fresh), areas_per_second(fresh)
+    synchronous = curves(fresh)
     found: list[tuple[str, Claim]] = []
     pooled: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for eta in CLAIMED:
@@ -598,7 +598,9 @@ def found_claims(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Claim]]:
         if mine:
             stale = curves(mine)
             found += [(str(eta), claim) for claim in claims(synchronous, stale, eta=eta)]
-            found.append((str(eta), faster(rates, areas_per_second(mine))))
+            states = {row["commit"]["id"] for row in mine}
+            alike = [row for row in fresh if row["commit"]["id"] in states]
+            found += [(str(eta), claim) for claim in faster(areas_per_second(alike), areas_per_second(mine))]
             for task, runs in stale.items():
                 pooled[task] += runs
     return [*found, ("all", no_collapse(synchronous, pooled))] if found else []

@@ -18,7 +18,7 @@ from streamrl.transport.generation import (
     Outcome,
     StreamPart,
 )
-from tests.transport.test_control import server
+from tests.transport.test_control import Handler, server
 
 
 @pytest.mark.parametrize(
@@ -41,52 +41,45 @@ async def test_a_question_is_never_answered_with_nothing() -> None:
             await client.model_info(url)
 
 
+def streaming(*parts: StreamPart, piece: int) -> Handler:
+    """A server that answers with an event for each part, written in pieces of so many bytes."""
+    content = b"".join(b"data: " + part + b"\n\n" for part in (*map(msgspec.json.encode, parts), b"[DONE]"))
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for begin in range(0, len(content), piece):
+            await response.write(content[begin : begin + piece])
+            await asyncio.sleep(0)
+        return response
+
+    return stream
+
+
+def part(index: int, *, experts: str | None = None) -> StreamPart:
+    meta = MetaInfo(id=str(index), finish_reason=FinishReason("stop"), routed_experts=experts)
+    return StreamPart(index=index, output_ids=[index], meta_info=meta)
+
+
 async def test_a_large_event_takes_time_by_its_length_alone() -> None:
     """With routed experts one response may have tens of megabytes, which come in hundreds of pieces."""
     experts = "A" * (48 * 2**20)
-
-    async def streamed(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for index in (1, 0):
-            meta = MetaInfo(id="a", finish_reason=FinishReason("stop"), routed_experts=experts if index else None)
-            part = msgspec.json.encode(StreamPart(index=index, output_ids=[index], meta_info=meta))
-            content = b"data: " + part + b"\n\n" + (b"" if index else b"data: [DONE]\n\n")
-            for begin in range(0, len(content), 2**16):
-                await response.write(content[begin : begin + 2**16])
-        return response
-
     replies: dict[int, GenerateReply] = {}
-    async with server(streamed) as url, GenerationClient(timeout=10.0) as client:
+    async with (
+        server(streaming(part(1, experts=experts), part(0), piece=2**16)) as url,
+        GenerationClient(timeout=10.0) as client,
+    ):
         await client.generate_batch(url, [GenerateRequest(input_ids=[1])] * 2, replies.__setitem__)
     assert [replies[index].output_ids for index in (0, 1)] == [[0], [1]]
     assert replies[1].meta_info.routed_experts == experts
 
 
-async def test_events_are_found_however_they_are_cut() -> None:
-    parts = [
-        msgspec.json.encode(
-            StreamPart(index=index, meta_info=MetaInfo(id=str(index), finish_reason=FinishReason("stop")))
-        )
-        for index in range(3)
-    ]
-    content = b"".join(b"data: " + part + b"\n\n" for part in (*parts, b"[DONE]"))
-
-    async def streamed(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        size = int(request.headers["Authorization"].removeprefix("Bearer "))
-        for begin in range(0, len(content), size):
-            await response.write(content[begin : begin + size])
-            await asyncio.sleep(0)
-        return response
-
-    async with server(streamed) as url:
-        for size in (1, 2, 3, 100, len(content)):
-            replies: dict[int, GenerateReply] = {}
-            async with GenerationClient(timeout=20.0, key=str(size)) as client:
-                await client.generate_batch(url, [GenerateRequest(input_ids=[1])] * 3, replies.__setitem__)
-            assert [(index, reply.meta_info.id) for index, reply in replies.items()] == [(0, "0"), (1, "1"), (2, "2")]
+@pytest.mark.parametrize("piece", [1, 2, 3, 100, 2**20])
+async def test_events_are_found_however_they_are_cut(piece: int) -> None:
+    replies: dict[int, GenerateReply] = {}
+    async with server(streaming(*map(part, range(3)), piece=piece)) as url, GenerationClient(timeout=20.0) as client:
+        await client.generate_batch(url, [GenerateRequest(input_ids=[1])] * 3, replies.__setitem__)
+    assert [(index, reply.meta_info.id) for index, reply in replies.items()] == [(0, "0"), (1, "1"), (2, "2")]
 
 
 async def reply(content: bytes) -> web.Response:

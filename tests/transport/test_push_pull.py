@@ -164,18 +164,6 @@ async def test_groups_reach_the_head_of_their_seq_as_they_were(encrypted: bool) 
             np.testing.assert_array_equal(getattr(group, name), getattr(sent, name))
 
 
-async def test_large_groups_arrive_as_they_were() -> None:
-    """Neither side copies their arrays."""
-    with head() as opened:
-        async with pusher_to(opened) as pusher:
-            groups = [make_group(seq, seqlens=(15_000, 15_000)) for seq in range(4)]
-            await all_of(*(pusher.push(group) for group in groups))
-        for group in groups:
-            back = opened.dataset.find(group.seq)
-            assert back is not None
-            np.testing.assert_array_equal(back.packed_input_ids, group.packed_input_ids)
-
-
 async def test_a_group_known_to_the_head_is_acknowledged_and_not_stored_again() -> None:
     with head() as opened:
         async with pusher_to(opened) as one, pusher_to(opened, worker="rollout/1") as other:

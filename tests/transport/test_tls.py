@@ -8,7 +8,6 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography import x509
@@ -37,9 +36,9 @@ async def listening(context: ssl.SSLContext) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-async def connects(port: int, context: ssl.SSLContext, *, name: str = "127.0.0.1") -> bool:
+async def connects(port: int, context: ssl.SSLContext) -> bool:
     try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     except ssl.SSLError:
         return False
     writer.close()
@@ -100,9 +99,11 @@ async def test_a_manager_and_a_gserver_beyond_the_loopback_address_speak_tls_unl
         ("on", "127.0.0.1", "https"),
         ("off", "0.0.0.0", "http"),
     ):
-        async with manager_at(host, small_config(tmp_path, security={"encryption": encryption})) as url:
-            assert url.startswith(f"{scheme}://")
-    async with manager_at("0.0.0.0", small_config(tmp_path)) as url:
+        config = small_config(tmp_path, security={"encryption": encryption})
+        async with managing(config, host=host, port=0) as found:
+            assert found.url.startswith(f"{scheme}://")
+    async with managing(small_config(tmp_path), host="0.0.0.0", port=0) as found:
+        url = found.url
         assert url.startswith("https://")
         port = url.rpartition(":")[2]
         secret = of_run_at(url)
@@ -129,12 +130,6 @@ async def test_what_is_wrong_with_a_connection_is_told(tmp_path: Path, monkeypat
         with pytest.raises(NotOfRun, match=r"not yet valid, by this machine's clock, which is at 20\d\d-"):
             await client.status()
     await client.close()
-
-
-@asynccontextmanager
-async def manager_at(host: str, config: Any) -> AsyncIterator[str]:
-    async with managing(config, host=host, port=0) as found:
-        yield found.url
 
 
 async def test_a_gserver_speaks_tls_to_those_who_know_it(tmp_path: Path) -> None:

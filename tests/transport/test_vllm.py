@@ -13,6 +13,7 @@ from streamrl.errors import PeerError
 from streamrl.rollout.generation import check_reply
 from streamrl.transport.generation import FinishReason, GenerateReply, GenerateRequest, SamplingParams
 from streamrl.transport.vllm import Choice, VllmGenerationClient, finish_reason
+from tests.transport.test_control import server
 
 
 @asynccontextmanager
@@ -21,31 +22,23 @@ async def vllm(*responses: dict[str, Any] | None) -> AsyncIterator[tuple[str, li
     bodies: list[dict[str, Any]] = []
 
     async def generate(request: web.Request) -> web.Response:
+        assert (request.method, request.path) == ("POST", "/inference/v1/generate")
         bodies.append(await request.json())
         found = responses[len(bodies) - 1]
         if found is None:
             return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
         return web.json_response({"request_id": "any", "choices": [{"index": 0, **found}]})
 
-    app = web.Application()
-    app.router.add_post("/inference/v1/generate", generate)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", bodies
-    finally:
-        await runner.cleanup()
+    async with server(generate) as url:
+        yield url, bodies
 
 
-def response(*tokens: int, finish: str = "stop", version: str = "3", **more: Any) -> dict[str, Any]:
+def response(*tokens: int, finish: str = "stop") -> dict[str, Any]:
     return {
         "token_ids": list(tokens),
         "finish_reason": finish,
         "logprobs": {"content": [{"token_id": token, "logprob": -0.5, "rank": 1} for token in tokens]},
-        "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
-        **more,
+        "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
     }
 
 

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +23,7 @@ from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
 from tests.launch.test_export import in_parts
 from tests.trainer.models import save_model
+from tests.transport.test_control import answer, server
 
 SECRET = "what-this-run-knows-alone"
 
@@ -37,30 +37,24 @@ class Manager:
         self.heartbeats: asyncio.Queue[Heartbeat] = asyncio.Queue()
         self.url = ""
 
-    async def register(self, request: web.Request) -> web.Response:
-        await self.registered.put(msgspec.json.decode(await request.read(), type=Register))
-        return self._answer(RegisterReply(policy_version=0, heartbeat_seconds=0.02))
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.path == "/register":
+            self.registered.put_nowait(msgspec.json.decode(await request.read(), type=Register))
+            return answer(RegisterReply(policy_version=0, heartbeat_seconds=0.02))
+        self.heartbeats.put_nowait(msgspec.json.decode(await request.read(), type=Heartbeat))
+        return answer(HeartbeatReply(stop=self.stop, policy_version=0, known=True))
 
-    async def heartbeat(self, request: web.Request) -> web.Response:
-        await self.heartbeats.put(msgspec.json.decode(await request.read(), type=Heartbeat))
-        return self._answer(HeartbeatReply(stop=self.stop, policy_version=0, known=True))
-
-    def _answer(self, content: Any) -> web.Response:
-        return web.Response(body=msgspec.json.encode(content), content_type="application/json")
+    def heard(self) -> list[Heartbeat]:
+        """The heartbeats that nobody has waited for."""
+        return [self.heartbeats.get_nowait() for _ in range(self.heartbeats.qsize())]
 
 
 @pytest.fixture
 async def manager(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Manager]:
     monkeypatch.setenv(VARIABLE, SECRET)
     manager = Manager()
-    app = web.Application()
-    app.add_routes([web.post("/register", manager.register), web.post("/heartbeat", manager.heartbeat)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    manager.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield manager
-    await runner.cleanup()
+    async with server(manager.handle) as manager.url:
+        yield manager
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +73,9 @@ async def test_joins_serves_reports_and_leaves(engine: str, manager: Manager, fo
         await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
         while (beat := await asyncio.wait_for(manager.heartbeats.get(), 20)).stats["requests_total"] != 1:
             pass
-        assert set(beat.stats) >= {
-            "running",
-            "queued",
-            "tokens_generated_total",
-            "prompt_tokens_total",
-            "busy_seconds_total",
-            "slot_seconds_total",
-            "requests_total",
-            "pause_seconds_total",
-            "weight_updates_total",
-        }
+        of_generation = {"tokens_generated_total", "prompt_tokens_total", "requests_total", "weight_updates_total"}
+        of_time = {"busy_seconds_total", "slot_seconds_total", "pause_seconds_total"}
+        assert set(beat.stats) >= {"running", "queued", *of_generation, *of_time}
         manager.stop = True
         await asyncio.wait_for(serving, 20)
     finally:
@@ -118,7 +104,7 @@ async def test_a_hung_engine_is_told_and_ends_the_gserver(
         let_go.set()
         await client.close()
     assert "let_go.wait()" in caplog.text
-    beats = [manager.heartbeats.get_nowait() for _ in range(manager.heartbeats.qsize())]
+    beats = manager.heard()
     assert any("no step for 0.5 s" in beat.error for beat in beats)
     assert max(beat.stats.get("step_seconds", 0.0) for beat in beats) > 0.25
 
@@ -137,10 +123,7 @@ async def test_a_dead_engine_is_told_and_ends_the_gserver(
             await asyncio.wait_for(serving, 20)
     finally:
         await client.close()
-    errors = []
-    while not manager.heartbeats.empty():
-        errors.append(manager.heartbeats.get_nowait().error)
-    assert any("ZeroDivisionError" in error for error in errors)
+    assert any("ZeroDivisionError" in beat.error for beat in manager.heard())
 
 
 @pytest.mark.parametrize("engine", ["sglang", "embedded"])

@@ -49,10 +49,10 @@ def heartbeats(seconds: float, *, gservers: int) -> list[dict[str, Any]]:
                 "running": 12.0,
                 "queued": 1.0,
             }
-            lines.append(_beat(second, "gserver", index, stats=stats))
+            lines.append(beat(second, "gserver", index, stats=stats))
         share = chance.choice([1.0, 1.0, 0.9, 0.6])
         busy, paused, tokens = busy + share * 0.97, paused + 0.03, tokens + 420 * share
-        lines.append(_beat(second, "controller", 0, stats={}, waiting_for="3 groups"))
+        lines.append(beat(second, "controller", 0, stats={}, waiting_for="3 groups"))
         if second % 2:
             time = float(EPOCH + second)
             entry = PublicationEntry(
@@ -62,7 +62,8 @@ def heartbeats(seconds: float, *, gservers: int) -> list[dict[str, Any]]:
     return lines
 
 
-def _beat(second: int, role: str, index: int, *, stats: dict[str, float], waiting_for: str = "") -> dict[str, Any]:
+def beat(second: float, role: str, index: int, *, stats: dict[str, float], waiting_for: str = "") -> dict[str, Any]:
+    """A line of the timeline, `second` after `EPOCH`."""
     time = float(EPOCH + second)
     entry = HeartbeatEntry(time=time, role=role, index=index, stats=stats, waiting_for=waiting_for)
     found: dict[str, Any] = msgspec.to_builtins(entry)

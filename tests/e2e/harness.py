@@ -22,7 +22,7 @@ import pytest
 
 from streamrl.launch.process import STACKS_SIGNAL
 from streamrl.records.rollouts import Rollouts
-from streamrl.transport.control import Status
+from streamrl.transport.control import ProcessStatus, Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.types import NO_VERSION
 from tests.e2e.preloaded import COMMAND, ROOT, SUPPORTED, PreloadedProcess
@@ -201,12 +201,12 @@ def wait_for_steps(run_dir: Path, count: int, *, seconds: float = 240.0) -> None
     until(lambda: file.exists() and len(steps(run_dir)) >= count, f"{count} steps", seconds=seconds)
 
 
-def wait_for_words(log: Path, pattern: str, *, seconds: float = 120.0) -> None:
+def wait_for_words(log: Path, pattern: str) -> None:
     """Until `log` has them."""
-    until(lambda: re.search(pattern, log.read_text()), f"{pattern!r} in {log}", seconds=seconds)
+    until(lambda: re.search(pattern, log.read_text()), f"{pattern!r} in {log}", seconds=120)
 
 
-def manager_of(run_dir: Path, *, seconds: float = 90.0) -> str:
+def manager_of(run_dir: Path) -> str:
     """The URL of a launched run's controller, from its log."""
     log, found = run_dir / "logs" / "controller-0.log", list[str]()
 
@@ -214,7 +214,7 @@ def manager_of(run_dir: Path, *, seconds: float = 90.0) -> str:
         found.extend(re.findall(r" listens at (\S+)", log.read_text()) if log.exists() else ())
         return found
 
-    until(look, f"a controller of {run_dir}", seconds=seconds)
+    until(look, f"a controller of {run_dir}", seconds=90)
     return found[0]
 
 
@@ -234,6 +234,27 @@ def wait_for_status(url: str, ready: Callable[[Status], bool], *, seconds: float
         assert time.monotonic() < deadline, status.processes
         time.sleep(0.1)
     return status
+
+
+def second_gserver(status: Status) -> ProcessStatus | None:
+    """gserver/1, if it takes groups."""
+    return next((p for p in status.processes if (p.role, p.index, p.state) == ("gserver", 1, "live")), None)
+
+
+def kill_second_server(url: str, *, seconds: float) -> list[psutil.Process]:
+    """Kill the server of gserver/1 and wait until its replacement has generated; return the processes it had."""
+    before = second_gserver(wait_for_status(url, lambda status: second_gserver(status) is not None, seconds=seconds))
+    assert before is not None
+    (server,) = psutil.Process(before.pid).children()
+    engines = server.children()
+    server.send_signal(signal.SIGKILL)
+
+    def has_worked_again(status: Status) -> bool:
+        now = second_gserver(status)
+        return now is not None and now.pid != before.pid and now.stats.get("tokens_generated_total", 0) > 0
+
+    wait_for_status(url, has_worked_again, seconds=2 * seconds)
+    return engines
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:

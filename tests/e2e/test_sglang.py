@@ -9,13 +9,15 @@ import psutil
 import pytest
 
 from streamrl.records import lineage as lineages
-from streamrl.transport.control import ProcessStatus, Status
+from streamrl.transport.control import Status
 from tests.e2e.harness import (
     COPY_SCRATCH,
+    kill_second_server,
     largest_difference,
     manager_of,
     overrides,
     process_of,
+    second_gserver,
     start,
     steps,
     trained_seqs,
@@ -42,11 +44,6 @@ SETTINGS = {
 }
 
 
-def second_gserver(status: Status) -> ProcessStatus | None:
-    """gserver/1, if it takes groups."""
-    return next((p for p in status.processes if (p.role, p.index, p.state) == ("gserver", 1, "live")), None)
-
-
 def servers_of(status: Status) -> list[list[int]]:
     """The processes of each gserver's SGLang."""
     gservers = [psutil.Process(p.pid) for p in status.processes if p.role == "gserver"]
@@ -62,16 +59,8 @@ def test_a_server_that_is_killed_comes_back_and_none_is_restarted_when_the_run_g
     try:
         wait_for_steps(run_dir, 3, seconds=600)
         url = manager_of(run_dir)
-        before = second_gserver(wait_for_status(url, lambda status: second_gserver(status) is not None))
-        assert before is not None
-        (server,) = psutil.Process(before.pid).children()
-        server.send_signal(signal.SIGKILL)
-
-        def has_worked_again(status: Status) -> bool:
-            now = second_gserver(status)
-            return now is not None and now.pid != before.pid and now.stats.get("tokens_generated_total", 0) > 0
-
-        servers = servers_of(wait_for_status(url, has_worked_again, seconds=400))
+        kill_second_server(url, seconds=200)
+        servers = servers_of(wait_for_status(url, lambda status: second_gserver(status) is not None))
         wait_for_steps(run_dir, len(steps(run_dir)) + 3)
         process_of(run_dir, "model-worker").kill()
         until(lambda: lineages.read(run_dir), "the model worker to be replaced", seconds=200)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
-from streamrl.transport.control import ProcessStatus, Status
 from tests.e2e.harness import (
     COPY_SCRATCH,
     SMALL,
+    kill_second_server,
     largest_difference,
     manager_of,
     overrides,
@@ -19,7 +18,6 @@ from tests.e2e.harness import (
     start,
     steps,
     trained_seqs,
-    wait_for_status,
     wait_for_steps,
     wait_until_gone,
 )
@@ -41,11 +39,6 @@ SETTINGS = {
 FEWEST_STEPS = 40
 
 
-def second_gserver(status: Status) -> ProcessStatus | None:
-    """gserver/1, if it takes groups."""
-    return next((p for p in status.processes if (p.role, p.index, p.state) == ("gserver", 1, "live")), None)
-
-
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(vllm_python() is None, reason="vLLM is not installed")
 def test_a_run_learns_and_a_server_that_is_killed_comes_back(tmp_path: Path) -> None:
@@ -53,18 +46,7 @@ def test_a_run_learns_and_a_server_that_is_killed_comes_back(tmp_path: Path) -> 
     process = start(COPY_SCRATCH, overrides(tmp_path, "learns", **SETTINGS, gserver__vllm__python=vllm_python() or ""))
     try:
         wait_for_steps(run_dir, 3, seconds=600)
-        url = manager_of(run_dir)
-        before = second_gserver(wait_for_status(url, lambda status: second_gserver(status) is not None, seconds=300))
-        assert before is not None
-        (server,) = psutil.Process(before.pid).children()
-        engines = server.children()
-        server.send_signal(signal.SIGKILL)
-
-        def has_worked_again(status: Status) -> bool:
-            now = second_gserver(status)
-            return now is not None and now.pid != before.pid and now.stats.get("tokens_generated_total", 0) > 0
-
-        wait_for_status(url, has_worked_again, seconds=600)
+        engines = kill_second_server(manager_of(run_dir), seconds=300)
         assert not any(engine.is_running() for engine in engines)
         wait_for_steps(run_dir, max(len(steps(run_dir)) + 5, FEWEST_STEPS), seconds=600)
         process.signal(signal.SIGINT)

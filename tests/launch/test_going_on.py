@@ -14,8 +14,7 @@ from streamrl.launch.role import resumed_there
 from streamrl.records import lineage as lineages
 from streamrl.records import progress, snapshots
 from streamrl.records.progress import Progress
-from streamrl.transport.control import FinishRun
-from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.control import FinishRun, Role
 from tests.gserver.harness import Run, managed, small_config
 
 
@@ -142,12 +141,10 @@ async def test_nobody_goes_on_from_where_a_run_that_is_over_began(tmp_path: Path
 async def test_a_trainer_that_counts_from_elsewhere_than_the_ledger_is_refused(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     older, newer = written(config, 4), written(config, 8)
-    async with managed(going_on(config, older)) as run, run.member() as client:
-        message = run.registration("model_worker")
+    async with managed(going_on(config, older)) as run:
 
-        async def join(begins_from: str, client: ControlClient = client, **more: str) -> str:
-            told = msgspec.structs.replace(message, begins_from=begins_from, **more)
-            return (await client.register(told, patience=5.0)).lineage
+        async def join(begins_from: str, **more: str) -> str:
+            return (await run.register("model_worker", begins_from=begins_from, **more)).lineage
 
         mine, theirs = progress.identity(going_on(config, newer)), progress.identity(going_on(config, older))
         with pytest.raises(
@@ -166,10 +163,9 @@ async def test_a_trainer_that_counts_from_elsewhere_than_the_ledger_is_refused(t
 async def test_all_but_model_workers_join_whatever_they_were_in_before(tmp_path: Path) -> None:
     """They are given the lineage that they are in now, and drop what they made for another."""
     config = small_config(tmp_path)
-    async with managed(config) as run, run.member() as client:
-        for role in ("rollout", "gserver"):
-            message = msgspec.structs.replace(run.registration(role), joined_before="0123456789abcdef")  # type: ignore[arg-type]
-            lineage = (await client.register(message, patience=5.0)).lineage
+    roles: tuple[Role, ...] = ("rollout", "gserver")
+    async with managed(config) as run:
+        for role in roles:
+            lineage = (await run.register(role, joined_before="0123456789abcdef")).lineage
             assert lineage not in ("", "0123456789abcdef")
-            again = msgspec.structs.replace(message, joined_before=lineage)
-            assert (await client.register(again, patience=5.0)).lineage == lineage
+            assert (await run.register(role, joined_before=lineage)).lineage == lineage

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,6 +49,24 @@ def made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     library_for.cache_clear()
     yield tmp_path
     library_for.cache_clear()
+
+
+@pytest.fixture
+def compiler_of(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Have a shell script compile; it notes its calls in the file that is returned."""
+
+    def use(script: str) -> Path:
+        calls, compiler = made_anew / "calls", made_anew / "compiler"
+        compiler.write_text(f'#!/bin/sh\necho "$*" >> {shlex.quote(str(calls))}\n{script}\n')
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", shlex.quote(str(compiler)))
+        return calls
+
+    return use
+
+
+def compilations(calls: Path) -> int:
+    return sum("-shared" in call for call in calls.read_text().splitlines())
 
 
 @pytest.fixture(params=[1, 2])
@@ -209,16 +227,13 @@ def test_they_are_made_once(made_anew: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_compiler
-def test_of_several_processes_one_makes_them(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, compiler = made_anew / "calls", made_anew / "compiler"
-    compiler.write_text(f'#!/bin/sh\necho "$*" >> {shlex.quote(str(calls))}\nexec cc "$@"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
+def test_of_several_processes_one_makes_them(made_anew: Path, compiler_of: Callable[[str], Path]) -> None:
+    calls = compiler_of('exec cc "$@"')
     code = "import torch; from streamrl.native.operations import library_for\nassert library_for(torch.bfloat16)"
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert len(list(made_anew.glob("layers-*"))) == 1
-    assert sum("-shared" in call for call in calls.read_text().splitlines()) == 1
+    assert compilations(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -236,36 +251,30 @@ def test_without_a_compiler_torch_computes(
     assert not list(made_anew.iterdir())
 
 
-def test_what_cannot_be_compiled_is_tried_once(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, compiler = made_anew / "calls", made_anew / "compiler"
-    compiler.write_text(
-        f'#!/bin/sh\necho "$*" >> {shlex.quote(str(calls))}\n[ "$1" = --version ] || {{ echo too hard >&2; exit 1; }}\n'
-    )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
+def test_what_cannot_be_compiled_is_tried_once(compiler_of: Callable[[str], Path]) -> None:
+    calls = compiler_of('[ "$1" = --version ] || { echo too hard >&2; exit 1; }')
     for _ in range(3):
         with pytest.raises(Unavailable, match="too hard"):
             shared_library([module.FOLDER / "sums.c"])
-    assert sum("-shared" in call for call in calls.read_text().splitlines()) == 1
+    assert compilations(calls) == 1
 
 
-def test_what_took_too_long_to_compile_is_tried_again(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_took_too_long_to_compile_is_tried_again(
+    made_anew: Path, compiler_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "COMPILE_SECONDS", 1.0)
-    compiler = made_anew / "compiler"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
+    compiler_of('[ "$1" = --version ] || exec sleep 60')
     with pytest.raises(Unavailable, match="did not end within 1 s"):
         shared_library([module.FOLDER / "sums.c"])
     assert not list(made_anew.glob("*.failed"))
 
 
-def test_a_library_is_on_the_disk_before_it_is_in_its_place(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_on_the_disk_before_it_is_in_its_place(
+    compiler_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An empty one, after a loss of power, would be taken for ever."""
-    compiler, on_disk = made_anew / "compiler", []
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\n[ "$1" = --version ] || echo compiled > "$last"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
+    compiler_of('for last; do :; done\n[ "$1" = --version ] || echo compiled > "$last"')
+    on_disk: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(os.fstat(descriptor).st_ino))
     library = shared_library([module.FOLDER / "sums.c"])
     assert on_disk == [library.stat().st_ino]

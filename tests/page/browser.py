@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import shutil
@@ -50,12 +49,12 @@ class Tab:
         async with asyncio.timeout(SECONDS):
             return await self._answers[number]
 
-    async def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Show `url` in a window of that size."""
+    async def open(self, url: str) -> None:
+        """Show `url` in a window of a desktop's size, with light colours."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
-        await self.size(width=width, height=height)
-        await self.prefer(dark=dark)
+        await self.size(width=1280, height=900)
+        await self.prefer(dark=False)
         await self.call("Page.navigate", url=url)
 
     async def size(self, *, width: int, height: int) -> None:
@@ -85,9 +84,9 @@ class Tab:
         shown = await self.value("document.body.innerText.slice(0, 800)")
         raise AssertionError(f"waited for {expression} in vain; {self.problems}; the page says: {shown}")
 
-    async def press(self, key: str, *, shift: bool = False) -> None:
+    async def press(self, key: str) -> None:
         """Press and release a key."""
-        words: dict[str, Any] = {"key": key, "modifiers": 8 if shift else 0}
+        words: dict[str, Any] = {"key": key}
         if len(key) == 1:
             words["text"] = key
         codes = {"Enter": 13, "Tab": 9, "Escape": 27}
@@ -97,15 +96,6 @@ class Tab:
             words["text"] = "\r"
         await self.call("Input.dispatchKeyEvent", type="keyDown", **words)
         await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    async def move(self, x: float, y: float) -> None:
-        """Bring the pointer to a place of the window."""
-        await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    async def picture(self, file: Path, *, whole: bool = False) -> None:
-        """Write a PNG of what is shown; `whole`: of the whole page."""
-        taken = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        await asyncio.to_thread(file.write_bytes, base64.b64decode(taken["data"]))
 
     async def close(self) -> None:
         self._listener.cancel()

@@ -22,7 +22,7 @@ from streamrl.records.rollouts_writer import RolloutWriter
 from streamrl.records.view import RunView, found_in, read_run
 from tests.launch.statuses import EPOCH
 from tests.page.made_up import branching_group
-from tests.runs import interrupt, write_lines, write_run
+from tests.runs import beat, interrupt, write_lines, write_run
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
@@ -98,6 +98,11 @@ def test_a_resumed_run_makes_steps_again(tmp_path: Path) -> None:
     assert columns["loss"][4:9].tolist() == [0.0123, 7.0, 7.0, 7.0, 0.0123]
 
 
+def working(second: float, used: float, waiting_for: str = "") -> dict[str, Any]:
+    """A heartbeat of a rollout worker that has used so many seconds of its processor."""
+    return beat(second, "rollout", 0, stats={"processor_seconds_total": used}, waiting_for=waiting_for)
+
+
 def total(lane: Lane, kind: str) -> float:
     return sum((piece.end - piece.begin) * piece.height for piece in lane.pieces if piece.kind == kind)
 
@@ -132,11 +137,7 @@ def test_lanes_tell_the_same_from_near_and_from_far(tmp_path: Path) -> None:
 def test_lanes_tell_restarts_and_times_away(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=30, gservers=1)
     seconds = [float(i) for i in range(20)] + [0.5 + i for i in range(40)]
-    beats = [
-        {"kind": "heartbeat", "time": EPOCH + i + (30 if i > 40 else 0), "role": "rollout", "index": 0,
-         "stats": {"processor_seconds_total": used}, "waiting_for": ""}
-        for i, used in enumerate(seconds)
-    ]  # fmt: skip
+    beats = [working(i + (30 if i > 40 else 0), used) for i, used in enumerate(seconds)]
     write_lines(folder / "timeline.jsonl", beats)
     run = read_run(folder)
     (lane,) = [lane for lane in lanes(run, begin=0, end=100, columns=100) if lane.name == "rollout/0"]
@@ -178,12 +179,7 @@ def test_all_conversations_of_an_episode_have_the_parts_of_its_reward(tmp_path: 
 def test_nobody_waits_while_the_run_is_down(tmp_path: Path) -> None:
     """Killed, and resumed hours later: the heartbeats before and after tell of waiting, and the lane of a restart."""
     folder = write_run(tmp_path / "run", steps=1)
-    beats = [
-        {"kind": "heartbeat", "time": begin + up, "role": "rollout", "index": 0,
-         "stats": {"processor_seconds_total": 1.0 + up}, "waiting_for": "room in the ledger"}
-        for begin in (EPOCH, EPOCH + 10_000)
-        for up in range(11)
-    ]  # fmt: skip
+    beats = [working(begin + up, 1.0 + up, "room in the ledger") for begin in (0, 10_000) for up in range(11)]
     write_lines(folder / "timeline.jsonl", beats)
     run = read_run(folder)
     assert answers.fleet(run).waits == [("rollout/0", "room in the ledger", 20.0, 1.0)]
@@ -197,12 +193,7 @@ def test_nobody_waits_while_the_run_is_down(tmp_path: Path) -> None:
 
 def test_far_away_nobody_waits_or_works_while_the_run_is_down(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1)
-    beats = [
-        {"kind": "heartbeat", "time": begin + up, "role": "rollout", "index": 0,
-         "stats": {"processor_seconds_total": 1.0 + up}, "waiting_for": "room" if up % 2 else ""}
-        for begin in (EPOCH, EPOCH + 100_000)
-        for up in range(1001)
-    ]  # fmt: skip
+    beats = [working(begin + up, 1.0 + up, "room" if up % 2 else "") for begin in (0, 100_000) for up in range(1001)]
     write_lines(folder / "timeline.jsonl", beats)
     run = read_run(folder)
     (far,) = [lane for lane in lanes(run, begin=0, end=101_000, columns=1010) if lane.name == "rollout/0"]
@@ -214,12 +205,11 @@ def test_the_first_step_after_a_resume_begins_when_the_run_is_up_again(tmp_path:
     folder = write_run(tmp_path / "run", steps=4)
     down = 10_000.0
     interrupt(folder, after=2, down=down)
-    beats = [
-        {"kind": "heartbeat", "time": begin + up, "role": "gserver", "index": 0,
-         "stats": {"tokens_generated_total": 100.0 * up, "busy_seconds_total": 0.5 * up, "processor_seconds_total": up}}
-        for begin in (EPOCH, EPOCH + 4.0 + down)
-        for up in range(5)
-    ]  # fmt: skip
+    beats = []
+    for up in range(5):
+        stats = {"tokens_generated_total": 100.0 * up, "busy_seconds_total": 0.5 * up, "processor_seconds_total": up}
+        beats += [beat(begin + up, "gserver", 0, stats=stats) for begin in (0, 4.0 + down)]
+    beats.sort(key=lambda line: line["time"])
     write_lines(folder / "timeline.jsonl", beats)
     run = read_run(folder)
     columns = run.columns()

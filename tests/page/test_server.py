@@ -26,7 +26,7 @@ from streamrl.records.timeline import FrequentFailure, HeartbeatEntry
 from streamrl.records.view import read_run
 from tests.launch.statuses import EPOCH
 from tests.page.made_up import branching_group, long_run, made_up_run
-from tests.runs import write_lines, write_run
+from tests.runs import beat, write_lines, write_run
 
 TOKEN = "a-token-of-the-tests"
 
@@ -50,10 +50,10 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(*folders: Path, host: str = "127.0.0.1") -> AsyncIterator[Served]:
+async def serving(*folders: Path) -> AsyncIterator[Served]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        server.serve(folders, host=host, port=0, token=TOKEN, on_ready=ready.set_result), name="page"
+        server.serve(folders, host="127.0.0.1", port=0, token=TOKEN, on_ready=ready.set_result), name="page"
     )
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -375,11 +375,10 @@ async def test_health_is_told_as_the_report_tells_it(tmp_path: Path) -> None:
         line["metrics"] |= {"tokens_masked": 600.0, "effective_sample_size": 0.3, "wait_seconds": 1.6}
     write_lines(run / "metrics.jsonl", lines)
     stats = {"groups_done_total": 9.0, "groups_rejected_total": 1.0}
-    beat = HeartbeatEntry(
-        time=EPOCH, role="rollout", index=0, stats=stats, failure=FrequentFailure("KeyError: 'x'", 1, "row 4")
-    )
+    failure = FrequentFailure("KeyError: 'x'", 1, "row 4")
+    entry = HeartbeatEntry(time=EPOCH, role="rollout", index=0, stats=stats, failure=failure)
     with (run / "timeline.jsonl").open("ab") as file:
-        file.write(msgspec.json.encode(beat) + b"\n")
+        file.write(msgspec.json.encode(entry) + b"\n")
     async with serving(run) as page:
         told = await page.json("api/runs/0/health")
     assert any("most often KeyError: 'x' (once, first for row 4)" in finding["text"] for finding in told)
@@ -390,11 +389,7 @@ async def test_health_is_told_as_the_report_tells_it(tmp_path: Path) -> None:
 
 async def test_what_the_ledger_said_at_each_step(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=10)
-    beats = [
-        {"kind": "heartbeat", "time": EPOCH + i, "role": "controller", "index": 0, "stats": {"ledger_room": float(i)}}
-        for i in range(21)
-    ]
-    write_lines(run / "timeline.jsonl", beats)
+    write_lines(run / "timeline.jsonl", [beat(i, "controller", 0, stats={"ledger_room": float(i)}) for i in range(21)])
     async with serving(run) as page:
         _, found = columns((await page.get("api/runs/0/steps?names=ledger_room"))[1])
         assert found["ledger_room"].tolist() == [2.0 * step for step in range(1, 11)]

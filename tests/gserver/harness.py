@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, of_run_at
 from streamrl.types import SampleMeta
 from tests.groups import make_group
-from tests.gserver.scripted import ScriptedGserver
+from tests.gserver.scripted import ScriptedGserver, scripted
 
 HERE = socket.gethostname()
 Ready = TypeVar("Ready")
@@ -203,6 +203,17 @@ async def managed(config: Config, *, host: str = "127.0.0.1") -> AsyncIterator[R
     found = await first_result(serving, ready)
     async with cancelled_at_the_end(Run(config, found.url, serving, found.manager)) as run:
         yield run
+
+
+@asynccontextmanager
+async def joined(
+    folder: Path, gservers: int = 1, *, workers: int = 1, scripted_as: Mapping[str, Any] | None = None, **sections: Any
+) -> AsyncIterator[tuple[Run, list[ScriptedGserver]]]:
+    """A run of so many gservers and rollout workers, which have joined; the gservers are `scripted_as` they are."""
+    config = small_config(folder, **sections | {"gserver": {"count": gservers, **sections.get("gserver", {})}})
+    async with managed(config) as run, scripted(gservers, **(scripted_as or {})) as made:
+        await run.join(*made, workers=workers)
+        yield run, made
 
 
 async def first_result(serving: asyncio.Task[None], ready: asyncio.Future[Ready]) -> Ready:

@@ -10,8 +10,7 @@ import pytest
 from streamrl.gserver.manager.checks import Question, read_scores
 from streamrl.transport.control import Scores
 from streamrl.transport.generation import FinishReason, GenerateReply, MetaInfo, TokenLogprob
-from tests.gserver.harness import Run, managed, publish, small_config
-from tests.gserver.scripted import scripted
+from tests.gserver.harness import Run, joined, publish
 
 TOKENS = [5, 6, 7, 8]
 SCORES = [-1.0, -1.0]
@@ -30,8 +29,7 @@ async def scores_of(run: Run, version: int, *, count: int) -> list[Scores]:
 
 
 async def test_every_gserver_scores_every_version_once(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path, gserver={"count": 2})) as run, scripted(2) as gservers:
-        await run.join(*gservers, workers=0)
+    async with joined(tmp_path, 2) as (run, gservers):
         for version in range(3):
             if version:
                 assert (await publish(run, version)).done
@@ -50,9 +48,8 @@ async def test_every_gserver_scores_every_version_once(tmp_path: Path) -> None:
 
 
 async def test_the_adapter_of_the_version_is_named_where_servers_have_several(tmp_path: Path) -> None:
-    config = small_config(tmp_path, model={"lora": {"rank": 2}}, gserver={"engine": "sglang"})
-    async with managed(config) as run, scripted(version="0") as (gserver,):
-        await run.join(gserver, workers=0)
+    lora = {"model": {"lora": {"rank": 2}}, "gserver": {"engine": "sglang"}}
+    async with joined(tmp_path, scripted_as={"version": "0"}, **lora) as (run, [gserver]):
         for version in range(2):
             if version:
                 assert (await publish(run, version)).done
@@ -62,8 +59,7 @@ async def test_the_adapter_of_the_version_is_named_where_servers_have_several(tm
 
 
 async def test_what_is_not_served_yet_is_asked_about_once_it_is(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver, workers=0)
+    async with joined(tmp_path) as (run, [gserver]):
         run.manager.comparisons.ask(question(1))
         assert gserver.counts["/generate"] == 0
         assert (await publish(run, 1)).done
@@ -72,9 +68,7 @@ async def test_what_is_not_served_yet_is_asked_about_once_it_is(tmp_path: Path) 
 
 
 async def test_one_that_does_not_answer_holds_nobody_up_and_is_named(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, limits={"update_seconds": 30.0})
-    async with managed(config) as run, scripted(2) as gservers:
-        await run.join(*gservers, workers=0)
+    async with joined(tmp_path, 2, limits={"update_seconds": 30.0}) as (run, gservers):
         gservers[1].faults["/generate"] = ["stall"]
         run.manager.comparisons.ask(question(0))
         assert [s.gserver for s in await scores_of(run, 0, count=1)] == ["gserver/0"]
@@ -88,8 +82,7 @@ async def test_one_that_does_not_answer_holds_nobody_up_and_is_named(tmp_path: P
 
 
 async def test_one_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver, workers=0)
+    async with joined(tmp_path) as (run, [gserver]):
         gserver.faults["/generate"] = ["error"]
         run.manager.comparisons.ask(question(0))
         (failed,) = await scores_of(run, 0, count=1)

@@ -9,8 +9,7 @@ import pytest
 
 from streamrl.errors import PeerError, RunStopped
 from streamrl.transport.control import AskPlace, AskRoute, Drain, GroupInFlight, Heartbeat, InFlight, Leave
-from tests.gserver.harness import NO_PROCESS, Run, managed, publish, small_config
-from tests.gserver.scripted import scripted
+from tests.gserver.harness import NO_PROCESS, Run, joined, managed, publish, small_config
 
 
 def members(run_status: object) -> set[str]:
@@ -52,8 +51,7 @@ async def test_workers_of_a_synchronous_graph_get_the_numbers_that_its_master_ca
 
 
 async def test_a_drained_worker_is_told_and_forgotten_once_it_has_left(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path) as (run, _):
         assert not (await run.beat("rollout")).leave
         await run.client.drain(Drain(role="rollout", index=0))
         assert (await run.process("rollout")).state == "draining"
@@ -65,9 +63,7 @@ async def test_a_drained_worker_is_told_and_forgotten_once_it_has_left(tmp_path:
 
 
 async def test_a_drained_gserver_leaves_when_nothing_runs_there_and_no_update_is_under_way(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2})
-    async with managed(config) as run, scripted(2) as (first, second):
-        await run.join(first, second)
+    async with joined(tmp_path, 2) as (run, [first, second]):
         assert [a.gserver for a in await run.admit(2)] == [first.url, second.url]
         await run.client.drain(Drain(role="gserver", index=0))
         assert {a.gserver for a in await run.admit(2)} == {second.url}
@@ -87,9 +83,7 @@ async def test_a_drained_gserver_leaves_when_nothing_runs_there_and_no_update_is
 
 
 async def test_what_does_not_finish_is_handed_over(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, limits={"drain_seconds": 0.1})
-    async with managed(config) as run, scripted(2) as (first, second):
-        await run.join(first, second)
+    async with joined(tmp_path, 2, limits={"drain_seconds": 0.1}) as (run, [first, second]):
         await run.admit(2)
         await run.client.drain(Drain(role="gserver", index=0))
         await told_to_leave(run, 0)

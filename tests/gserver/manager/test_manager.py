@@ -39,6 +39,7 @@ from streamrl.transport.control import (
 )
 from tests.gserver.harness import (
     commit_publication,
+    joined,
     keep_beating,
     live_gservers,
     managed,
@@ -207,8 +208,7 @@ async def test_a_run_admits_by_the_staleness_that_its_last_step_reports(tmp_path
         metrics = {} if staleness is None else {"admitted_staleness": staleness}
         return StepReport(step=step, time=1.0, metrics=metrics, token_ages={})
 
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path) as (run, _):
         run.manager.report(report(0, 0))
         assert await run.admit_seqs() == [0, 1]
         call = await waiting(run.admit_seqs())
@@ -224,8 +224,7 @@ async def test_a_run_admits_by_the_staleness_that_its_last_step_reports(tmp_path
 
 
 async def test_a_waiting_admission_is_woken_by_a_rejection_and_by_a_new_version(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path) as (run, _):
         assert await run.admit_seqs() == [0, 1, 2, 3]
         admission = await waiting(run.admit_seqs())
         await run.client.reject(Reject(worker=0, seq=2, reason="too long"))
@@ -248,8 +247,7 @@ async def test_nothing_is_admitted_before_all_gservers_have_joined(tmp_path: Pat
 
 
 async def test_asking_again_for_an_admission_whose_answer_was_lost_gives_the_same_groups(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path) as (run, _):
         body = msgspec.json.encode(Admit(worker=0, count=2, ticket="t"))
         answers = []
         async with run.session() as session:
@@ -261,8 +259,7 @@ async def test_asking_again_for_an_admission_whose_answer_was_lost_gives_the_sam
 
 
 async def test_a_caller_that_hung_up_is_admitted_nothing(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path) as (run, _):
         await run.admit()
         gone = await waiting(run.client.admit(Admit(worker=0, count=9)))
         gone.cancel()
@@ -274,9 +271,7 @@ async def test_a_caller_that_hung_up_is_admitted_nothing(tmp_path: Path) -> None
 
 
 async def test_a_failed_gserver_is_replaced_for_its_group(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2})
-    async with managed(config) as run, scripted(2) as (first, second):
-        await run.join(first, second)
+    async with joined(tmp_path, 2) as (run, [first, second]):
         await run.admit(1)
         await first.die()
         reply = await run.client.route(AskRoute(worker=0, seq=0, failed=first.url))
@@ -287,8 +282,7 @@ async def test_a_failed_gserver_is_replaced_for_its_group(tmp_path: Path) -> Non
 
 
 async def test_a_route_waits_for_a_gserver_to_come_back(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted(2) as (dead, reborn):
-        await run.join(dead)
+    async with joined(tmp_path) as (run, [dead]), scripted() as [reborn]:
         await run.admit(1)
         await dead.die()
         route = await waiting(run.client.route(AskRoute(worker=0, seq=0, failed=dead.url)))
@@ -297,8 +291,7 @@ async def test_a_route_waits_for_a_gserver_to_come_back(tmp_path: Path) -> None:
 
 
 async def test_a_restarted_worker_gives_its_prompts_back(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver, workers=2)
+    async with joined(tmp_path, workers=2) as (run, _):
         assert await run.admit_seqs(worker=0) == [0, 1]
         await run.register("rollout", 0, pid=200)
         assert (await run.client.status()).ledger.running == 2, "the same process only asked again"
@@ -308,8 +301,7 @@ async def test_a_restarted_worker_gives_its_prompts_back(tmp_path: Path) -> None
 
 
 async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path, limits={"silence_seconds": 0.8})) as run, scripted() as (gserver,):
-        await run.join(gserver, workers=2)
+    async with joined(tmp_path, workers=2, limits={"silence_seconds": 0.8}) as (run, _):
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout"))
         assert await run.admit_seqs(worker=1) == [0, 1]
         assert await run.admit_seqs(worker=0) == [2]
@@ -322,8 +314,7 @@ async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> N
 
 
 async def test_heartbeats_keep_leases(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path, limits={"silence_seconds": 0.8})) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path, limits={"silence_seconds": 0.8}) as (run, _):
         await run.admit()
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout"))
         await asyncio.sleep(1.2)
@@ -332,9 +323,7 @@ async def test_heartbeats_keep_leases(tmp_path: Path) -> None:
 
 
 async def test_a_silent_gserver_leaves_routing_and_returns(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, limits={"silence_seconds": 0.8})
-    async with managed(config) as run, scripted(2) as (first, second):
-        await run.join(first, second)
+    async with joined(tmp_path, 2, limits={"silence_seconds": 0.8}) as (run, [first, second]):
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout"))
         await run.until(lambda s: live_gservers(s) == {0})
         assert (await run.process("gserver", 1)).state == "silent"
@@ -352,8 +341,7 @@ async def test_a_silent_gserver_leaves_routing_and_returns(tmp_path: Path) -> No
 
 
 async def test_when_the_run_has_gone_back_workers_keep_what_would_be_admitted_next(tmp_path: Path) -> None:
-    async with scripted() as [gserver], managed(small_config(tmp_path)) as run:
-        await run.join(gserver, workers=2)
+    async with joined(tmp_path, workers=2) as (run, [gserver]):
         assert await run.admit_seqs(worker=0) == [0, 1]
         assert await run.admit_seqs(worker=1) == [2]
         assert await run.admit_seqs(worker=0) == [3]
@@ -384,8 +372,7 @@ async def test_when_the_run_has_gone_back_workers_keep_what_would_be_admitted_ne
 
 async def test_groups_in_replies_that_a_worker_did_not_wait_for_are_given_out_again(tmp_path: Path) -> None:
     """A worker that hears that the run went back drops its calls, whose replies may be on their way."""
-    async with scripted() as [gserver], managed(small_config(tmp_path)) as run:
-        await run.join(gserver)
+    async with joined(tmp_path) as (run, _):
         await run.manager.begin(run.config, lineage=progress.begin_lineage(run.config, cause="model_worker/0 died"))
         await run.register("rollout", pid=200)
         run.manager.groups.start()
@@ -462,8 +449,7 @@ async def test_a_fault_of_the_manager_does_not_end_it(tmp_path: Path, monkeypatc
 
 
 async def test_figures_for_people_and_for_prometheus(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,), run.session() as session:
-        await run.join(gserver)
+    async with joined(tmp_path) as (run, _), run.session() as session:
         await run.admit()
         run.take(0, 1)
         run.drop(2)
@@ -493,13 +479,11 @@ async def test_figures_for_people_and_for_prometheus(tmp_path: Path) -> None:
 
 
 async def test_the_timeline_tells_what_the_pools_did(tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    async with managed(config) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path) as (run, _):
         await run.beat("rollout", stats={"groups": 2.0}, waiting_for="room")
         await publish(run, 1)
         await run.beat("gserver", stats={"running": 3.0})
-    lines = [json.loads(line) for line in (config.run_dir / "timeline.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run.config.run_dir / "timeline.jsonl").read_text().splitlines()]
     beat, publication, of_gserver = lines
     assert of_gserver["stats"] == {"running": 3.0, "policy_version": 1.0}  # and which weights it serves
     assert (beat["kind"], beat["role"], beat["stats"], beat["waiting_for"]) == (
@@ -514,9 +498,7 @@ async def test_the_timeline_tells_what_the_pools_did(tmp_path: Path) -> None:
 
 
 async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what_is_handed_out(tmp_path: Path) -> None:
-    config = small_config(tmp_path, run={"total_train_epochs": 1}, staleness={"max_staleness": 9})
-    async with managed(config) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path, run={"total_train_epochs": 1}, staleness={"max_staleness": 9}) as (run, _):
         asked = await waiting(run.manager.data())
         admit = Admit(worker=0, count=100, data=DataFacts(5, "abc"))
         seqs = [admission.seq for admission in (await run.client.admit(admit)).admissions]
@@ -531,8 +513,7 @@ async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what
 
 @pytest.mark.parametrize("other", [DataFacts(6, "abc"), DataFacts(5, "xyz")])
 async def test_workers_that_see_other_data_stop_the_run(tmp_path: Path, other: DataFacts) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path) as (run, _):
         await run.register("rollout", 1)
         await run.client.admit(Admit(worker=0, count=1, data=DataFacts(5, "abc")))
         assert (await run.client.admit(Admit(worker=1, count=1, data=other))).stop

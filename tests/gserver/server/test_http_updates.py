@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from streamrl.checksum import weights_checksum
-from tests.gserver.rank0 import Rank0, rank0
+from streamrl.transport.collective import broadcasts, form_group, open_store
+from tests.forked import Forked
 from tests.gserver.server import hanging_gserver
 from tests.gserver.serving import Client, serving
 from tests.gserver.tiny import make_model, prompt, response_logprobs, save, weights_of
+
+NAMES = list(weights_of(make_model()))
+NUMBERS = itertools.count(1)
+PUBLISHER_SECONDS = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -33,56 +40,47 @@ def new_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+def publish(group: str, file: str, names: Sequence[str], answers: Any) -> None:
+    """Be rank 0 of a weight group of two: broadcast weights of `file`, and stay until killed."""
+    store = open_store("127.0.0.1")
+    answers.send(store.port)
+    where = {"address": "127.0.0.1", "port": store.port, "backend": "gloo"}
+    joined = form_group(**where, rank=0, world_size=2, name=group, timeout=PUBLISHER_SECONDS, store=store)
+    weights = load_file(file)
+    list(broadcasts([(name, weights[name]) for name in names], joined))
+    threading.Event().wait()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def publisher() -> AsyncIterator[Rank0]:
-    async with rank0() as process:
-        yield process
+@asynccontextmanager
+async def publishing(client: Client, file: str, names: Sequence[str]) -> AsyncIterator[str]:
+    """A publisher of these weights, and the name of the group that the gserver has formed with it."""
+    group = f"weights-{next(NUMBERS)}"
+    with await asyncio.to_thread(Forked, publish, [(group, file, names)]) as publisher:
+        (port,) = await asyncio.to_thread(publisher.take, 1)
+        where = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo"}
+        rank = {"rank_offset": 1, "world_size": 2, "group_name": group}
+        await client.post("/init_weights_update_group", where | rank)
+        yield group
 
 
-async def join(client: Client, publisher: Rank0) -> None:
-    port = await publisher.form()
-    body = {
-        "master_address": "127.0.0.1",
-        "master_port": port,
-        "rank_offset": 1,
-        "world_size": 2,
-        "group_name": publisher.group,
-        "backend": "gloo",
-    }
-    await client.post("/init_weights_update_group", body)
-    assert await publisher.answer() == "formed"
-
-
-def announcement(publisher: Rank0, names: list[str], **more: Any) -> dict[str, Any]:
+def announcement(group: str, names: Sequence[str], **more: Any) -> dict[str, Any]:
     weights = weights_of(make_model())
-    return {
-        "names": names,
-        "dtypes": ["float32"] * len(names),
-        "shapes": [list(weights[name].shape) for name in names],
-        "group_name": publisher.group,
-        **more,
-    }
+    shapes = [list(weights[name].shape) for name in names]
+    return {"names": names, "dtypes": ["float32"] * len(names), "shapes": shapes, "group_name": group, **more}
 
 
-async def send(client: Client, publisher: Rank0, file: str, names: list[str], **more: Any) -> None:
-    publisher.tell("send", file=file, names=names)
-    await client.post("/update_weights_from_distributed", announcement(publisher, names, **more))
-    assert await publisher.answer() == "sent"
+async def receive(client: Client, group: str, names: Sequence[str], **more: Any) -> None:
+    await client.post("/update_weights_from_distributed", announcement(group, names, **more))
 
 
-async def test_a_staged_update(folder: Path, new_file: str, publisher: Rank0) -> None:
-    names = list(weights_of(make_model()))
-    async with serving(folder) as client:
-        await join(client, publisher)
+async def test_a_staged_update(folder: Path, new_file: str) -> None:
+    async with serving(folder) as client, publishing(client, new_file, NAMES) as group:
         before = await client.post("/weights_checker", {"action": "checksum"})
         assert before["total"] == weights_checksum(weights_of(make_model(seed=0))).total
         assert before["dtype"] == "float32"
         await client.post("/begin_weight_update")
-        await send(client, publisher, new_file, names[:5], weight_version="7")
-        await send(client, publisher, new_file, names[5:], weight_version="7", flush_cache=False)
+        await receive(client, group, NAMES[:5], weight_version="7")
+        await receive(client, group, NAMES[5:], weight_version="7", flush_cache=False)
         assert await client.post("/weights_checker") == before
         assert (await client.get("/model_info"))["weight_version"] == "default"
         outcome = await client.post("/end_weight_update")
@@ -91,51 +89,29 @@ async def test_a_staged_update(folder: Path, new_file: str, publisher: Rank0) ->
         after = await client.post("/weights_checker")
         assert after["total"] == weights_checksum(weights_of(make_model(seed=1))).total
         assert (await client.get("/model_info"))["weight_version"] == "7"
-        body = {"input_ids": prompt(9), "return_logprob": True}
-        answer = await client.post("/generate", body)
-        await client.post("/destroy_weights_update_group", {"group_name": publisher.group})
+        answer = await client.post("/generate", {"input_ids": prompt(9), "return_logprob": True})
+        await client.post("/destroy_weights_update_group", {"group_name": group})
     assert {span["version"] for span in answer["meta_info"]["weight_versions"]} == {"7"}
-    assert_logprobs(answer, response_logprobs(make_model(seed=1), prompt(9), answer["output_ids"]))
-
-
-def assert_logprobs(answer: Any, expected: torch.Tensor) -> None:
     given = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
-    assert torch.allclose(given, expected, atol=1e-4)
+    expected = response_logprobs(make_model(seed=1), prompt(9), answer["output_ids"])
+    torch.testing.assert_close(given, expected, atol=1e-4, rtol=0)
 
 
-async def test_generation_goes_on_while_weights_arrive(folder: Path, new_file: str, publisher: Rank0) -> None:
-    names = list(weights_of(make_model()))
-    async with serving(folder) as client:
-        await join(client, publisher)
-        await client.post("/begin_weight_update")
-        receiving = asyncio.create_task(client.post("/update_weights_from_distributed", announcement(publisher, names)))
-        for _ in range(3):
-            await client.post("/generate", {"input_ids": prompt(9)})
-        assert not receiving.done()
-        await publisher.ask("send", file=new_file, names=names)
-        await receiving
-        await client.post("/end_weight_update")
-        assert (await client.get("/model_info"))["weight_version"] == "default"
-        checksum = await client.post("/weights_checker")
-    assert checksum["total"] == weights_checksum(weights_of(make_model(seed=1))).total
-
-
-async def test_a_partial_update_is_refused_with_the_names(folder: Path, new_file: str, publisher: Rank0) -> None:
-    names = list(weights_of(make_model()))
-    async with serving(folder) as client:
-        await join(client, publisher)
+async def test_a_partial_update_is_refused_with_the_names(folder: Path, new_file: str) -> None:
+    *most, last = NAMES
+    async with serving(folder) as client, publishing(client, new_file, [*most, *most, last]) as group:
         before = await client.post("/weights_checker")
         await client.post("/begin_weight_update")
-        await send(client, publisher, new_file, names[:-1], weight_version="9")
+        await receive(client, group, most, weight_version="9")
         answer = await client.post("/end_weight_update", status=400)
-        assert f"1 of {len(names)}" in answer["error"]["message"]
-        assert names[-1] in answer["error"]["message"]
+        assert f"1 of {len(NAMES)}" in answer["error"]["message"]
+        assert last in answer["error"]["message"]
         assert await client.post("/weights_checker") == before
         # What was staged before a new begin does not count.
         await client.post("/begin_weight_update")
-        await send(client, publisher, new_file, names[:-1])
+        await receive(client, group, most)
         await client.post("/begin_weight_update")
-        await send(client, publisher, new_file, names[-1:])
+        await receive(client, group, [last])
         await client.post("/end_weight_update", status=400)
         assert (await client.get("/model_info"))["weight_version"] == "default"
         await client.post("/generate", {"input_ids": prompt(9)})
@@ -154,11 +130,10 @@ async def test_a_partial_update_is_refused_with_the_names(folder: Path, new_file
     ],
 )
 async def test_tensors_that_do_not_fit_are_refused_before_they_come(
-    change: dict[str, Any], said: str, folder: Path, publisher: Rank0
+    change: dict[str, Any], said: str, folder: Path, new_file: str
 ) -> None:
-    async with serving(folder) as client:
-        await join(client, publisher)
-        body = {**announcement(publisher, ["model.norm.weight"]), **change}
+    async with serving(folder) as client, publishing(client, new_file, []) as group:
+        body = announcement(group, ["model.norm.weight"]) | change
         answer = await client.post("/update_weights_from_distributed", body, status=400)
         assert "begin_weight_update" in answer["error"]["message"]
         await client.post("/begin_weight_update")
@@ -167,27 +142,27 @@ async def test_tensors_that_do_not_fit_are_refused_before_they_come(
         await client.post("/generate", {"input_ids": prompt(9)})
 
 
-async def test_a_publisher_that_dies_leaves_the_old_weights(folder: Path, new_file: str, publisher: Rank0) -> None:
-    names = list(weights_of(make_model()))
-    async with serving(folder) as client, rank0() as mortal:
-        await join(client, mortal)
-        before = await client.post("/weights_checker")
-        await client.post("/begin_weight_update")
-        await send(client, mortal, new_file, names[:3])
-        body = announcement(mortal, names[3:])
-        receiving = asyncio.create_task(client.post("/update_weights_from_distributed", body, status=500))
-        await client.post("/generate", {"input_ids": prompt(9)})
-        await mortal.kill()
+async def test_a_publisher_that_dies_leaves_the_old_weights(folder: Path, new_file: str) -> None:
+    """Meanwhile generation goes on."""
+    async with serving(folder) as client:
+        async with publishing(client, new_file, NAMES[:3]) as group:
+            before = await client.post("/weights_checker")
+            await client.post("/begin_weight_update")
+            await receive(client, group, NAMES[:3])
+            body = announcement(group, NAMES[3:])
+            receiving = asyncio.create_task(client.post("/update_weights_from_distributed", body, status=500))
+            await client.post("/generate", {"input_ids": prompt(9)})
+            assert not receiving.done()
         answer = await receiving
-        assert f"broadcast of {names[3]}" in answer["error"]["message"]
+        assert f"broadcast of {NAMES[3]}" in answer["error"]["message"]
         await client.post("/end_weight_update", status=400)
         assert await client.post("/weights_checker") == before
-        await client.post("/destroy_weights_update_group", {"group_name": mortal.group})
-        await join(client, publisher)
-        await client.post("/begin_weight_update")
-        await send(client, publisher, new_file, names, weight_version="2")
-        await client.post("/end_weight_update")
-        assert (await client.get("/model_info"))["weight_version"] == "2"
+        await client.post("/destroy_weights_update_group", {"group_name": group})
+        async with publishing(client, new_file, NAMES) as group:
+            await client.post("/begin_weight_update")
+            await receive(client, group, NAMES, weight_version="2")
+            await client.post("/end_weight_update")
+            assert (await client.get("/model_info"))["weight_version"] == "2"
 
 
 @pytest.mark.parametrize("sender_dies", [False, True])
@@ -204,18 +179,18 @@ async def test_a_hanging_receive_does_not_keep_the_process(sender_dies: bool, fo
         assert process.stdout is not None
         assert process.stderr is not None
         assert await asyncio.wait_for(process.stdout.readline(), 180) == b"serving\n"
-        async with rank0() as publisher:
-            port = await publisher.form()
-            process.stdin.write(f"{port} {publisher.group}\n".encode())
-            assert await publisher.answer() == "formed"
-            assert await publisher.ask("send", file=new_file, names=[hanging_gserver.FIRST]) == "sent"
+        with ExitStack() as stack:
+            sends = ("hanging", new_file, [hanging_gserver.FIRST])
+            publisher = stack.enter_context(await asyncio.to_thread(Forked, publish, [sends]))
+            (port,) = await asyncio.to_thread(publisher.take, 1)
+            process.stdin.write(f"{port} hanging\n".encode())
             assert await asyncio.wait_for(process.stdout.readline(), 180) == b"receiving\n"
             process.terminate()
             async with asyncio.timeout(60):  # the broadcast has 600 s
                 while b"a receive in weight group" not in (line := await process.stderr.readline()):
                     assert line, "it ended otherwise"
                 if sender_dies:
-                    await publisher.kill()
+                    stack.close()
                 told = await process.stderr.read()
                 await process.wait()
         assert process.returncode == 128 + signal.SIGTERM, told.decode()

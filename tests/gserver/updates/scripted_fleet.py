@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.gserver.harness import Run, managed, small_config
-from tests.gserver.scripted import Fault, ScriptedGserver, scripted
+from tests.gserver.harness import Run, joined
+from tests.gserver.scripted import Fault, ScriptedGserver
 
 TIMEOUT = 1.5
 
@@ -19,9 +19,9 @@ TIMEOUT = 1.5
 async def fleet(
     folder: Path, count: int = 2, *, staged: bool = True, timeout: float = TIMEOUT, **weights: Any
 ) -> AsyncIterator[tuple[Run, list[ScriptedGserver]]]:
-    config = small_config(folder, gserver={"count": count}, weights=weights, limits={"update_seconds": timeout})
-    async with managed(config) as run, scripted(count, staged=staged) as gservers:
-        await run.join(*gservers)
+    """A run whose gservers serve; what they are asked for from now on is in their `calls`."""
+    limits = {"update_seconds": timeout}
+    async with joined(folder, count, scripted_as={"staged": staged}, weights=weights, limits=limits) as (run, gservers):
         for gserver in gservers:
             gserver.calls.clear()
         yield run, gservers

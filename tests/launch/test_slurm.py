@@ -200,6 +200,14 @@ async def test_slurm_refuses_in_its_own_words(with_slurm: SlurmCluster, tmp_path
         await submit(file)
 
 
+def refused(folder: Path, *, code: int) -> str:
+    """`streamrl launch slurm` ends with `code` and leaves no folder of a run; return what it says."""
+    command = start_command(["launch", "slurm", str(COPY_SCRATCH), *overrides(folder, "run")], fresh=True)
+    assert command.exit_code() == code, command.output
+    assert not (folder / "run").exists()
+    return command.said
+
+
 def test_a_run_that_slurm_refuses_leaves_no_folder_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,12 +218,9 @@ def test_a_run_that_slurm_refuses_leaves_no_folder_and_no_secret(
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
-    command = start_command(["launch", "slurm", str(COPY_SCRATCH), *overrides(tmp_path, "run")], fresh=True)
-    assert command.exit_code() == 1, command.output
-    assert "no such account" in command.said
+    assert "no such account" in refused(tmp_path, code=1)
     assert (tmp_path / "secrets").read_text().startswith("run-")
     assert not list((tmp_path / "cache" / "secrets").iterdir())
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_goes_on_keeps_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,11 +365,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_without_slurm_the_command_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = ["launch", "slurm", str(COPY_SCRATCH), *overrides(tmp_path, "run")]
-    command = start_command(words, fresh=True)
-    assert command.exit_code() == 2, command.output
-    assert "there is no sbatch on this machine" in command.said
-    assert not (tmp_path / "run").exists()
+    assert "there is no sbatch on this machine" in refused(tmp_path, code=2)
 
 
 def test_where_nothing_can_be_written_the_command_says_so_and_leaves_nothing(
@@ -372,9 +373,6 @@ def test_where_nothing_can_be_written_the_command_says_so_and_leaves_nothing(
 ) -> None:
     (tmp_path / "cache").touch()
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
-    words = ["launch", "slurm", str(COPY_SCRATCH), *overrides(tmp_path, "run")]
-    command = start_command(words, fresh=True)
-    assert command.exit_code() == 2, command.output
-    assert f"{tmp_path}/cache/secrets" in command.said
-    assert "cannot be written" in command.said
-    assert not (tmp_path / "run").exists()
+    said = refused(tmp_path, code=2)
+    assert f"{tmp_path}/cache/secrets" in said
+    assert "cannot be written" in said

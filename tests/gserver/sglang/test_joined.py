@@ -17,6 +17,7 @@ from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError, ModelError, PeerLost
 from streamrl.gserver.server import monitor
 from streamrl.gserver.server.process import running
+from tests.transport.test_control import hang_up, server
 
 JOINING = ["/pause_generation", "/update_weights_from_disk", "/abort_request", "/continue_generation"]
 
@@ -27,50 +28,33 @@ class Elsewhere:
     def __init__(self, *, flags: dict[str, Any] | None = None, loads: bool = True) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.url = ""
+        self.silent = False
         self._flags = {"version": "0.5.23", "disable_radix_cache": False, "context_length": None} | (flags or {})
         self._loads = loads
 
-    async def model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({})
-
-    async def figures(self, _: web.Request) -> web.Response:
-        return web.Response(text="# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs 5.0\n")
-
-    async def server_info(self, _: web.Request) -> web.Response:
-        return web.json_response(self._flags)
-
-    async def models(self, _: web.Request) -> web.Response:
-        adapters = [{"id": name, "parent": "model"} for name in ("streamrl-v3", "its owner's")]
-        return web.json_response({"object": "list", "data": [{"id": "model", "parent": None}, *adapters]})
-
-    async def change(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.Response:
+        if self.silent:
+            return hang_up(request)
+        match request.path:
+            case "/model_info":
+                return web.json_response({})
+            case "/metrics":
+                return web.Response(text="# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs 5.0\n")
+            case "/server_info":
+                return web.json_response(self._flags)
+            case "/v1/models":
+                adapters = [{"id": name, "parent": "model"} for name in ("streamrl-v3", "its owner's")]
+                return web.json_response({"object": "list", "data": [{"id": "model", "parent": None}, *adapters]})
+        assert request.method == "POST"
         self.calls.append((request.path, await request.json()))
-        message = "" if self._loads else "size mismatch"
-        return web.json_response({"success": self._loads, "message": message})
+        return web.json_response({"success": self._loads, "message": "" if self._loads else "size mismatch"})
 
 
 @asynccontextmanager
-async def elsewhere(**how: Any) -> AsyncIterator[tuple[Elsewhere, web.AppRunner]]:
-    server = Elsewhere(**how)
-    app = web.Application()
-    app.add_routes(
-        [
-            web.get("/model_info", server.model_info),
-            web.get("/metrics", server.figures),
-            web.get("/server_info", server.server_info),
-            web.get("/v1/models", server.models),
-            web.post("/{call}", server.change),
-        ]
-    )
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        yield server, runner
-    finally:
-        await runner.cleanup()
+async def elsewhere(**how: Any) -> AsyncIterator[Elsewhere]:
+    made = Elsewhere(**how)
+    async with server(made.handle) as made.url:
+        yield made
 
 
 def joining(url: str, *, pause_mode: str = "retract", stuck_seconds: float = 60.0, **sections: Any) -> Config:
@@ -87,13 +71,13 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 async def test_it_is_given_the_runs_weights_and_left_running(model_dir: Path) -> None:
-    async with elsewhere() as (server, _):
-        async with running(joining(server.url), index=0, model_dir=model_dir) as (served, url):
-            assert (served.name, url) == ("sglang", server.url)
-            assert [path for path, _ in server.calls] == JOINING
-            assert server.calls[1][1]["model_path"] == str(model_dir)
-            assert server.calls[1][1]["weight_version"] == "default"
-        assert len(server.calls) == len(JOINING)
+    async with elsewhere() as peer:
+        async with running(joining(peer.url), index=0, model_dir=model_dir) as (served, url):
+            assert (served.name, url) == ("sglang", peer.url)
+            assert [path for path, _ in peer.calls] == JOINING
+            assert peer.calls[1][1]["model_path"] == str(model_dir)
+            assert peer.calls[1][1]["weight_version"] == "default"
+        assert len(peer.calls) == len(JOINING)
 
 
 LORA = {"model": {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}, "pause_mode": "in_place"}
@@ -102,11 +86,11 @@ LORA_FLAGS = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["
 
 async def test_adapters_of_the_run_before_are_gone_before_others_get_their_names(model_dir: Path) -> None:
     async with (
-        elsewhere(flags=LORA_FLAGS) as (server, _),
-        running(joining(server.url, **LORA), index=0, model_dir=model_dir),
+        elsewhere(flags=LORA_FLAGS) as peer,
+        running(joining(peer.url, **LORA), index=0, model_dir=model_dir),
     ):
-        assert [path for path, _ in server.calls] == [*JOINING, "/unload_lora_adapter"]
-        assert server.calls[-1][1] == {"lora_name": "streamrl-v3"}
+        assert [path for path, _ in peer.calls] == [*JOINING, "/unload_lora_adapter"]
+        assert peer.calls[-1][1] == {"lora_name": "streamrl-v3"}
 
 
 @pytest.mark.parametrize(
@@ -114,24 +98,24 @@ async def test_adapters_of_the_run_before_are_gone_before_others_get_their_names
     [{"enable_lora": None}, {"max_lora_rank": 2}, {"lora_target_modules": ["q_proj"]}, {"lora_target_modules": None}],
 )
 async def test_one_that_takes_no_such_adapters_is_refused(model_dir: Path, flags: dict[str, Any]) -> None:
-    async with elsewhere(flags=LORA_FLAGS | flags) as (server, _):
+    async with elsewhere(flags=LORA_FLAGS | flags) as peer:
         with pytest.raises(ConfigError, match="--enable-lora --max-lora-rank=4 --lora-target-modules q_proj v_proj"):
-            async with running(joining(server.url, **LORA), index=0, model_dir=model_dir):
+            async with running(joining(peer.url, **LORA), index=0, model_dir=model_dir):
                 pass
-        assert not server.calls
+        assert not peer.calls
 
 
 async def test_its_silence_is_told(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "FIGURES_SECONDS", 0.05)
     async with (
-        elsewhere() as (server, runner),
-        running(joining(server.url, stuck_seconds=1.0), index=0, model_dir=model_dir) as (served, _),
+        elsewhere() as peer,
+        running(joining(peer.url, stuck_seconds=1.0), index=0, model_dir=model_dir) as (served, _),
     ):
         async with asyncio.timeout(20):
             while served.stats()["running"] != 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        await runner.cleanup()
-        with pytest.raises(PeerLost, match=f"the SGLang server at {server.url} has not replied for 1 s"):
+        peer.silent = True
+        with pytest.raises(PeerLost, match=f"the SGLang server at {peer.url} has not replied for 1 s"):
             await served.failed()
         assert served.stats()["running"] == 5
 
@@ -165,18 +149,18 @@ async def test_its_silence_is_told(model_dir: Path, monkeypatch: pytest.MonkeyPa
 async def test_one_that_does_not_fit_is_refused(
     model_dir: Path, how: dict[str, Any], pause_mode: str, error: type[Exception], said: str
 ) -> None:
-    async with elsewhere(**how) as (server, _):
+    async with elsewhere(**how) as peer:
         with pytest.raises(error, match=said):
-            async with running(joining(server.url, pause_mode=pause_mode), index=0, model_dir=model_dir):
+            async with running(joining(peer.url, pause_mode=pause_mode), index=0, model_dir=model_dir):
                 pass
-        assert not server.calls or server.calls[-1][0] == "/continue_generation"
+        assert not peer.calls or peer.calls[-1][0] == "/continue_generation"
 
 
 @pytest.mark.parametrize("version", ["0.5.23.post1", "0.5.24rc1", "0.6.0", "1.0.0", "0.0.0.dev1+gabcdef"])
 async def test_newer_ones_and_builds_without_a_number_may_join(model_dir: Path, version: str) -> None:
     async with (
-        elsewhere(flags={"version": version}) as (server, _),
-        running(joining(server.url), index=0, model_dir=model_dir) as (served, _),
+        elsewhere(flags={"version": version}) as peer,
+        running(joining(peer.url), index=0, model_dir=model_dir) as (served, _),
     ):
         assert served.name == "sglang"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from streamrl.gserver.manager.admission import MAX_DEATHS, Admissions
-from streamrl.gserver.manager.gserver import Gserver, Work
+from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.registry import MemberEvent, MemberState
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
@@ -33,17 +33,6 @@ def fleet_of(*states: MemberState) -> Fleet:
             gserver.handle(event)
         assert gserver.state is state
     return fleet
-
-
-@given(st.lists(st.sampled_from(sorted(HAPPENED, key=str)), max_size=5), st.integers(0, 40))
-def test_load_is_even_and_only_on_those_that_serve(states: list[MemberState], groups: int) -> None:
-    fleet = fleet_of(*states)
-    for _ in range(groups):
-        fleet.assign(Work(1, 0), now=0.0)
-    loads = [len(g.routes) for g in fleet.serving()]
-    assert sum(loads) == (groups if loads else 0)
-    assert not loads or max(loads) - min(loads) <= 1
-    assert not any(g.routes for g in fleet.all() if g.state is not SERVING)
 
 
 def test_an_update_reaches_all_that_are_heard_of_but_not_who_failed_it_before() -> None:
@@ -179,14 +168,6 @@ def lone_worker() -> tuple[Ledger, Admissions]:
     return ledger, Admissions(ledger=ledger, fleet=fleet_of(SERVING), group_size=1)
 
 
-def test_partitions_discard_no_prompt() -> None:
-    ledger, admissions = lone_worker()
-    for outage in range(20):
-        assert admissions.take("rollout/0", 2, workers=1, ticket=str(outage), now=20.0 * outage)
-        assert admissions.expire(now=20.0 * outage + 15)
-    assert (len(ledger.rejected), admissions.given_up) == (0, 0)
-
-
 def test_a_long_response_on_workers_that_come_and_go_is_not_taken_for_their_killer() -> None:
     """It is at three of the many ends of workers; one that is at all of them is given up."""
     ledger, admissions = lone_worker()
@@ -199,15 +180,6 @@ def test_a_long_response_on_workers_that_come_and_go_is_not_taken_for_their_kill
             ledger.advance(ledger.policy_version + 1)
         admissions.worker_replaced("rollout/0")
     assert long.seq not in ledger.rejected
-
-
-def test_a_killer_is_given_up_also_if_its_lease_ran_out_before_its_worker_was_replaced() -> None:
-    ledger, admissions = lone_worker()
-    for death in range(MAX_DEATHS):
-        admissions.take("rollout/0", 1, workers=1, ticket=str(death), now=100.0 * death)
-        admissions.expire(now=100.0 * death + 50)
-        admissions.worker_replaced("rollout/0")
-    assert (list(ledger.rejected), admissions.given_up) == ([0], 1)
 
 
 def test_prompts_that_training_waits_for_start_again_together_when_the_run_was_slowed_meanwhile() -> None:

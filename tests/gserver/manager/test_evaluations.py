@@ -173,22 +173,6 @@ def test_a_prompt_moves_to_another_gserver_with_its_load_as_long_as_its_worker_m
         assert played.load == [0, 3]  # it finds a gserver, whose load does not change
 
 
-def test_the_prompts_of_a_lost_worker_go_to_others_and_its_late_results_count() -> None:
-    played = Played(rows=3)
-    played.evaluations.request(1)
-    lost = [played.taken("rollout/0"), played.taken("rollout/0")]
-    played.evaluations.give_back("rollout/0", lost=True)
-    assert played.load == [0]
-    again = played.taken("rollout/1")
-    assert again.seq == 0
-    for admission in lost:
-        played.end(admission)
-    assert played.load == [0]
-    assert played.taken("rollout/1").seq == 2
-    played.end(again)  # made twice, counted once
-    assert played.status.prompts_done == 2
-
-
 def test_a_prompt_that_is_lost_again_and_again_fails_but_not_for_workers_that_leave() -> None:
     played = Played(rows=1)
     played.evaluations.request(1)

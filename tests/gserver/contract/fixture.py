@@ -51,6 +51,8 @@ WHATEVER_THE_PAUSE: list[Served] = [
 ]
 served = pytest.mark.served
 """Which gservers a test is about."""
+MARKS = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(START_SECONDS + 120)]
+"""Of all tests of the package, which share gservers that take long to start."""
 TOLERANCE = 1e-4
 """Of log-probabilities in float32, in nats."""
 JSON = {"Content-Type": "application/json"}

@@ -20,6 +20,7 @@ from streamrl.transport.generation import (
 )
 from tests.gserver.contract.fixture import (
     JOINED,
+    MARKS,
     MODES,
     ONE_OF_EACH,
     TOLERANCE,
@@ -32,12 +33,9 @@ from tests.gserver.contract.fixture import (
     request,
     served,
 )
-from tests.gserver.running_sglang import MAX_CONTEXT, MAX_RUNNING, START_SECONDS
+from tests.gserver.running_sglang import MAX_CONTEXT, MAX_RUNNING
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(START_SECONDS + 120),
-]
+pytestmark = MARKS
 
 PROMPT = [3, 1, 4, 1, 5]
 MOST_TOKENS = 3000

@@ -19,6 +19,7 @@ from streamrl.rollout.generation import Generator, token_versions, unmixed
 from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
 from streamrl.types import Generation
 from tests.gserver.contract.fixture import (
+    MARKS,
     TOLERANCE,
     TWO_RANKS,
     WHATEVER_THE_PAUSE,
@@ -29,12 +30,8 @@ from tests.gserver.contract.fixture import (
     served,
 )
 from tests.gserver.contract.replay import replay
-from tests.gserver.running_sglang import START_SECONDS
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(START_SECONDS + 120),
-]
+pytestmark = MARKS
 
 PROMPTS = [[3, 1, 4, 1, 5], [2] * 17, [9, 8, 7, 6], [3, 1, 4, 1, 5]]
 MOST_TOKENS = 8000

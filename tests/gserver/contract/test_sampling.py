@@ -11,13 +11,9 @@ from streamrl.config import SamplingConfig
 from streamrl.rollout.generation import Generator, check_reply
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
 from streamrl.types import Generation
-from tests.gserver.contract.fixture import TOLERANCE, Contract, fixed_route, output_logprobs
-from tests.gserver.running_sglang import START_SECONDS
+from tests.gserver.contract.fixture import MARKS, TOLERANCE, Contract, fixed_route, output_logprobs
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(START_SECONDS + 120),
-]
+pytestmark = MARKS
 
 PROMPT = [3, 1, 4, 1, 5]
 TOKENS = 24

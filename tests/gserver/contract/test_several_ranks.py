@@ -10,14 +10,13 @@ import pytest
 
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.updates.calls import WeightCalls
-from tests.gserver.contract.fixture import TOLERANCE, Contract, contract, output_logprobs
+from tests.gserver.contract.fixture import MARKS, TOLERANCE, Contract, contract, output_logprobs
 from tests.gserver.harness import live_gservers
 from tests.gserver.installed import sglang_python
-from tests.gserver.running_sglang import KEY, START_SECONDS, RunningSglang
+from tests.gserver.running_sglang import KEY, RunningSglang
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(START_SECONDS + 120),
+    *MARKS,
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed"),
 ]
 

@@ -12,8 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.errors import PeerError
-from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
+from streamrl.transport.generation import GenerateReply
 from tests.gserver.serving import Client, serving
 from tests.gserver.tiny import CHARACTERS, VOCABULARY, make_model, prompt, response_logprobs, save
 
@@ -125,15 +124,7 @@ async def test_information(folder: Path) -> None:
         assert info["staged_weight_update"] is True
         assert info["context_length"] == 1024
         assert info["stats"]["requests_total"] == 1
-        typed = GenerationClient(timeout=20)
-        try:
-            assert (await typed.server_info(client.url)).stats["running"] == 0
-            request = GenerateRequest(input_ids=prompt(4), sampling_params=SamplingParams(max_new_tokens=3))
-            assert (await typed.generate(client.url, request)).meta_info.completion_tokens <= 3
-            with pytest.raises(PeerError, match="empty"):
-                await typed.generate(client.url, GenerateRequest(input_ids=[]))
-        finally:
-            await typed.close()
+        assert info["stats"]["running"] == 0
 
 
 OK = {"input_ids": [1, 2, 3]}

@@ -48,9 +48,7 @@ def from_latest(file: Path, *, to_disk: bool = True) -> str | None:
 
 
 async def taken(run: Run, file: Path, *, needed: bool) -> str | None:
-    config = load(file)
-    config = msgspec.structs.replace(config, security=run.config.security) if hasattr(run, "config") else config
-    return (await resumed_there(config, manager_url=run.url, needed=needed)).run.resume_from
+    return (await resumed_there(load(file), manager_url=run.url, needed=needed)).run.resume_from
 
 
 async def test_all_go_on_from_the_controllers_checkpoint_though_there_is_a_newer_one(tmp_path: Path) -> None:

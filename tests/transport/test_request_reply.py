@@ -113,7 +113,7 @@ async def test_workers_see_concurrent_requests_in_one_order():
 async def test_a_failure_arrives_at_once_with_its_traceback_and_the_worker_lives_on():
     async with master() as m, worker(m, 0), worker(m, 1):
         await m.wait_for({0, 1}, patience=30)
-        with pytest.raises(PeerError, match="model_worker/1 failed in Fail: Traceback: it broke"):
+        with pytest.raises(PeerError, match="model_worker/1 failed in Hang: Traceback: it broke"):
             await m.request({0: Hang(), 1: Fail()}, Answer, timeout=30)
         assert (await m.call(1, Double(4), Answer, timeout=30)).value == 8
 

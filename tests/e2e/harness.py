@@ -166,16 +166,9 @@ def calling(function: Callable[[], None], folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
 
 
-def start(
-    config: Path,
-    arguments: Sequence[str],
-    *,
-    fresh: bool = False,
-    within: Sequence[str] = (),
-    variables: Mapping[str, str] | None = None,
-) -> Command:
-    """Start `streamrl run`; see `start_command`."""
-    return start_command(["run", str(config), *arguments], fresh=fresh, within=within, variables=variables)
+def start(config: Path, arguments: Sequence[str], **how: Any) -> Command:
+    """Start `streamrl run`; `how`: see `start_command`."""
+    return start_command(["run", str(config), *arguments], **how)
 
 
 def run(config: Path, arguments: Sequence[str], *, seconds: float = 400.0, fresh: bool = False) -> str:

@@ -33,6 +33,7 @@ from tests.hosts.network import enter
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "streamrl")
+COMMAND_SECONDS = 120.0
 SUPPORTED = hasattr(os, "pidfd_open")
 """Whether the launcher can wait for forks as it waits for processes that it has executed."""
 
@@ -80,9 +81,9 @@ class PreloadedProcess:
 
 
 def run_command(
-    words: Sequence[str], *, folder: Path, environment: Mapping[str, str], seconds: float = 120.0
+    words: Sequence[str], *, folder: Path, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a `streamrl` command in `folder` to its end, which has to come within `seconds`.
+    """Run a `streamrl` command in `folder` to its end, which has to come within `COMMAND_SECONDS`.
 
     What it starts is executed anew.
     """
@@ -90,11 +91,11 @@ def run_command(
         streams = [DupFd(file.fileno()) for file in (output, errors)]
         process = forking().Process(target=_be, args=(words, folder, dict(environment), streams), daemon=True)
         process.start()
-        process.join(seconds)
+        process.join(COMMAND_SECONDS)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired([*COMMAND, *words], seconds)
+            raise subprocess.TimeoutExpired([*COMMAND, *words], COMMAND_SECONDS)
         for file in (output, errors):
             file.seek(0)
         return subprocess.CompletedProcess([*COMMAND, *words], process.exitcode, output.read(), errors.read())

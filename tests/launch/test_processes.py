@@ -98,18 +98,35 @@ def test_a_server_of_several_ranks_gets_a_gpu_for_each(count: int, ranks: int, g
     assert in_turn == [names[i % gpus] for i in range(len(in_turn))]
 
 
+TWO_WORKERS = {"data_parallel": 2, "batch_groups": 16}
+SGLANG = {"engine": "sglang"}
+
+
 @pytest.mark.parametrize(
-    ("gservers", "ranks", "gpus", "backend"),
-    [(1, 1, 1, "gloo"), (1, 1, 2, "auto"), (2, 2, 4, "gloo"), (2, 2, 5, "auto")],
+    ("sections", "gpus", "backend"),
+    [
+        ({"gserver": SGLANG}, 1, "gloo"),
+        ({"gserver": SGLANG}, 2, "auto"),
+        ({"gserver": SGLANG | {"count": 2, "sglang": {"tensor_parallel": 2}}}, 4, "gloo"),
+        ({"gserver": SGLANG | {"count": 2, "sglang": {"tensor_parallel": 2}}}, 5, "auto"),
+        # the publisher needs a GPU without a gserver
+        ({"trainer": TWO_WORKERS, "gserver": {"count": 1}}, 2, "auto"),
+        ({"trainer": TWO_WORKERS, "gserver": {"count": 2}}, 2, "gloo"),
+        ({"trainer": TWO_WORKERS, "gserver": {"count": 2}}, 3, "auto"),
+        # and NCCL is left for nothing else
+        ({"run": {"device": "auto"}}, 1, "gloo"),
+        ({"run": {"device": "cpu"}}, 1, "auto"),
+        ({"weights": {"backend": "nccl"}}, 1, "nccl"),
+        ({"weights": {"mode": "disk"}}, 1, "auto"),
+        ({"gserver": SGLANG | {"sglang": {"addresses": ["http://a"]}}}, 1, "auto"),
+        ({"gserver": {"engine": "simulated"}}, 1, "gloo"),
+    ],
 )
-def test_nccl_is_left_where_gpus_are_shared(gservers: int, ranks: int, gpus: int, backend: str) -> None:
-    names = [str(i) for i in range(gpus)]
-    chosen = fitted(sglang(gservers, tensor_parallel=ranks), gpus=names)
-    assert chosen.weights.backend == backend
-    assert chosen.digest() == sglang(gservers, tensor_parallel=ranks).digest(), "others may join with the user's file"
-    members = [p for p in plan(chosen, gpus=names) if p.role in ("gserver", "model_worker")]
-    used = [gpu for member in members for gpu in member.gpus]
-    assert (backend == "auto") == (len(used) == len(set(used)) > 0)
+def test_nccl_is_left_where_gpus_are_shared(sections: dict[str, Any], gpus: int, backend: str) -> None:
+    chosen = from_dict({"run": {"device": "cuda"}} | sections)
+    fit = fitted(chosen, gpus=[str(i) for i in range(gpus)])
+    assert fit.weights.backend == backend
+    assert fit.digest() == chosen.digest(), "others may join with the user's file"
 
 
 @pytest.mark.parametrize(
@@ -124,37 +141,12 @@ def test_sglang_leaves_memory_to_whom_it_shares_a_gpu_with(gservers: int, gpus: 
     assert fitted(sglang(gservers, args=own), gpus=names).gserver.sglang.args == own
 
 
-@pytest.mark.parametrize(("gservers", "gpus", "backend"), [(1, 2, "auto"), (2, 2, "gloo"), (2, 3, "auto")])
-def test_the_publisher_has_a_gpu_without_a_gserver_for_nccl(gservers: int, gpus: int, backend: str) -> None:
-    chosen = from_dict(
-        {
-            "run": {"device": "cuda"},
-            "trainer": {"data_parallel": 2, "batch_groups": 16},
-            "gserver": {"count": gservers},
-        }
-    )
-    assert fitted(chosen, gpus=[str(i) for i in range(gpus)]).weights.backend == backend
-
-
 def test_model_workers_that_would_share_a_gpu_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^2 model workers .* need as many GPUs; this machine has 1: have fewer"):
         fitted(config(model_workers=2), gpus=["0"])
     assert fitted(config(model_workers=2), gpus=["0", "1"])
     assert fitted(config(model_workers=2), gpus=[])
     assert fitted(config(model_workers=2, device="cpu"), gpus=["0"])
-
-
-def test_nccl_is_left_for_nothing_else() -> None:
-    def backend(gserver: dict[str, object] | None = None, device: str = "cuda", **weights: object) -> str:
-        sections = {"run": {"device": device}, "gserver": gserver or {}, "weights": weights}
-        return fitted(from_dict(sections), gpus=["0"]).weights.backend
-
-    assert backend(device="auto") == "gloo"
-    assert backend(device="cpu") == "auto"
-    assert backend(backend="nccl") == "nccl"
-    assert backend(mode="disk") == "auto"
-    assert backend({"engine": "sglang", "sglang": {"addresses": ["http://a"]}}) == "auto"
-    assert backend({"engine": "simulated"}) == "gloo"
 
 
 def test_servers_elsewhere_take_no_gpu_here() -> None:

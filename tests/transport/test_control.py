@@ -75,60 +75,49 @@ def hang_up(request: web.Request) -> web.Response:
     return web.Response()
 
 
-async def call(url: str, *, timeout: float = 2.0) -> Done:
+async def call(url: str, *, timeout: float) -> Done:
     async with aiohttp.ClientSession() as session:
         return await http.call(session, url + "/it", Done(), Done, timeout=timeout, peer="the peer")
 
 
-async def test_a_refusal_carries_status_and_message() -> None:
-    async def refuse(request: web.Request) -> web.Response:
-        return answer(http.ErrorReply(http.ErrorDetail("no room")), status=409)
+def replying(body: bytes, *, status: int = 200) -> Handler:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
 
-    async with server(refuse) as url:
-        with pytest.raises(PeerError, match=r"the peer answered 409 to POST .*/it: no room") as refusal:
-            await call(url)
-        assert refusal.value.status == 409
+    return reply
 
 
-@pytest.mark.parametrize("body", [b"plain words", b'{"error": {"message": "\xff"}}', b"\xff", b""])
-async def test_a_refusal_in_another_form_is_quoted(body: bytes) -> None:
-    async def refuse(request: web.Request) -> web.Response:
-        return web.Response(body=body, status=500)
-
-    async with server(refuse) as url:
-        with pytest.raises(PeerError, match="answered 500"):
-            await call(url)
+async def hanging_up(request: web.Request) -> web.Response:
+    return hang_up(request)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b"[" * 5000])
-async def test_an_answer_of_another_type_is_a_wire_error(body: bytes) -> None:
-    async def nonsense(request: web.Request) -> web.Response:
-        return web.Response(body=body)
-
-    async with server(nonsense) as url:
-        with pytest.raises(WireError, match="something else than a Done"):
-            await call(url)
+async def silent(request: web.Request) -> web.Response:
+    await asyncio.Event().wait()
+    return web.Response()
 
 
-async def test_a_peer_that_hangs_up_is_lost() -> None:
-    async def gone(request: web.Request) -> web.Response:
-        return hang_up(request)
+NO_ROOM = msgspec.json.encode(http.ErrorReply(http.ErrorDetail("no room")))
 
-    async with server(gone) as url:
-        with pytest.raises(PeerLost, match="the peer cannot be reached"):
-            await call(url)
+
+@pytest.mark.parametrize(
+    ("handler", "error", "says"),
+    [
+        (replying(NO_ROOM, status=409), PeerError, r"the peer answered 409 to POST .*/it: no room"),
+        (replying(b"plain words", status=500), PeerError, "answered 500"),
+        (replying(b'{"error": {"message": "\xff"}}', status=500), PeerError, "answered 500"),
+        (replying(b"\xff", status=500), PeerError, "answered 500"),
+        (replying(b"", status=500), PeerError, "answered 500"),
+        *((replying(body), WireError, "else than a Done") for body in (b"", b"{", b"[1]", b"null", b"[" * 5000)),
+        (hanging_up, PeerLost, "the peer cannot be reached"),
+        (silent, DeadlineExceeded, r"the peer did not answer POST .*/it within 0.1 s"),
+    ],
+)
+async def test_every_way_in_which_a_call_fails(handler: Handler, error: type[Exception], says: str) -> None:
+    async with server(handler) as url:
+        with pytest.raises(error, match=says):
+            await call(url, timeout=0.1 if handler is silent else 20.0)
     with pytest.raises(PeerLost, match="the peer cannot be reached"):
-        await call(url)
-
-
-async def test_a_peer_that_does_not_answer_passes_the_deadline() -> None:
-    async def silent(request: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        return web.Response()
-
-    async with server(silent) as url:
-        with pytest.raises(DeadlineExceeded, match=r"the peer did not answer POST .*/it within 0.1 s"):
-            await call(url, timeout=0.1)
+        await call(url, timeout=20.0)
 
 
 async def test_registering_waits_for_the_manager_to_start(unused_tcp_port: int) -> None:

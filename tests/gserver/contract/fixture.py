@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +91,6 @@ class Contract:
         model: Any,
         model_dir: Path,
         processes: list[Command],
-        start: Callable[[int], Awaitable[Command]],
     ) -> None:
         self.engine = engine
         self.long = LONG[engine]
@@ -102,13 +101,13 @@ class Contract:
         self.run = run
         self.key = generation_key(run.config, run.secret)
         self.client = GenerationClient(timeout=60.0, key=self.key)
-        self._may_control(*range(len(urls)))
+        keys = {url: control_key(run.config, run.secret, index) for index, url in enumerate(urls)}
+        self.client.control_keys |= keys  # with which the manager changes them
         self.version = 0
         self.model_dir = model_dir
         self.text = Text(model_dir)
         self._model = model
         self._publisher = publisher
-        self._start = start
         self._factors = {0: 1.0}
         self._initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
@@ -117,27 +116,11 @@ class Contract:
         """URLs of the gservers whose processes live."""
         return [url for url, process in zip(self.urls, self.processes, strict=True) if process.running]
 
-    def _may_control(self, *indices: int) -> None:
-        """Let the client show the keys with which the manager changes these gservers."""
-        for index in indices:
-            self.client.control_keys[self.urls[index]] = control_key(self.run.config, self.run.secret, index)
-
     def kill(self, index: int) -> None:
         """SIGKILL to the process that serves: SGLang's or vLLM's, or the gserver's."""
         process = psutil.Process(self.processes[index].pid)
         victim = process if self.engine == "embedded" else process.children()[0]
         victim.send_signal(signal.SIGKILL)
-
-    async def restart(self, index: int) -> None:
-        """Another process in the place of one that has ended; it has the run's first weights."""
-        await self.processes[index].ended()
-        process = self.processes[index] = await self._start(index)
-        await self.run.until(
-            lambda status: any((p.role, p.index, p.pid) == ("gserver", index, process.pid) for p in status.processes),
-            timeout=START_SECONDS,
-        )
-        self.urls[index] = (await self.run.process("gserver", index)).address
-        self._may_control(index)
 
     async def publish(
         self, factor: float, *, way: Way = "collective", halfway: Callable[[], None] = lambda: None
@@ -234,11 +217,7 @@ async def contract(
     model_dir = ensure_checkpoint(config)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with managed(config) as run, AsyncExitStack() as stack:
-
-        def start(index: int) -> Awaitable[Command]:
-            return stack.enter_async_context(gserver_process(run, folder, index))
-
-        processes = [await start(index) for index in range(count)]
+        processes = [await stack.enter_async_context(gserver_process(run, folder, index)) for index in range(count)]
         ended = [asyncio.create_task(process.ended()) for process in processes]
         live = asyncio.create_task(run.until(lambda s: live_gservers(s) == {*range(count)}, timeout=START_SECONDS))
         await asyncio.wait({*ended, live}, return_when=asyncio.FIRST_COMPLETED)
@@ -263,7 +242,6 @@ async def contract(
             model=model,
             model_dir=model_dir,
             processes=processes,
-            start=start,
         )
         try:
             yield found

@@ -12,7 +12,7 @@ import torch
 from streamrl.errors import Refused
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import GenerationFailed, Output, Ticket
-from streamrl.transport.generation import SamplingParams
+from streamrl.transport.generation import FinishReason, SamplingParams
 from tests.gserver.tiny import (
     EOS,
     assert_sampled,
@@ -37,17 +37,6 @@ async def grown(ticket: Ticket, tokens: int) -> Output:
         if len(output.output_ids) >= tokens:
             return output
     raise AssertionError("the response ended")
-
-
-async def test_seeded_responses_do_not_depend_on_the_batch(folder: Path) -> None:
-    seeded = {"sampling_seed": 11, "max_new_tokens": 40}
-    async with engine_for(folder) as engine:
-        [alone] = await generate(engine, [job("a", prompt(10), params=seeded)])
-        crowd = [job(str(i), prompt(5 + i), params={"max_new_tokens": 30 + i}) for i in range(7)]
-        together = (await generate(engine, [*crowd[:3], job("b", prompt(10), params=seeded), *crowd[3:]]))[3]
-        [other] = await generate(engine, [job("c", prompt(10), params={**seeded, "sampling_seed": 12})])
-    assert together.output_ids == alone.output_ids
-    assert other.output_ids != alone.output_ids
 
 
 async def test_prompts_are_answered_in_order_with_the_policy_of_each_token(folder: Path) -> None:
@@ -80,16 +69,6 @@ async def test_min_new_tokens_holds_stops_back(folder: Path) -> None:
     for output in several:
         assert len(output.output_ids) >= 13
         assert not {3, EOS} & set(output.output_ids[:12])
-
-
-async def test_no_new_tokens_scores_the_prompt_only(folder: Path) -> None:
-    async with engine_for(folder) as engine:
-        params = {"max_new_tokens": 0}
-        [output] = await generate(engine, [job("a", prompt(8), params=params, logprob_start_len=0)])
-    assert output.output_ids == []
-    assert len(output.input_logprobs) == 8
-    assert output.finish_reason is not None
-    assert output.finish_reason.type == "length"
 
 
 async def test_top_logprobs_of_the_response(folder: Path) -> None:
@@ -163,6 +142,7 @@ async def test_scores_of_a_prompt_wait_neither_for_a_slot_nor_for_an_update(dete
         responses = [await ticket.result() for ticket in (running, waiting)]
     assert [output.weight_version for output in outputs] == ["default", "default", "1"]
     for output in outputs:
+        assert (output.output_ids, output.finish_reason) == ([], FinishReason("length", length=0))
         torch.testing.assert_close(
             torch.tensor(output.input_logprobs[1:]),
             response_logprobs(make_model(), prompt(9)[:1], prompt(9)[1:]),

@@ -105,11 +105,6 @@ class FaultyFleet:
         armed = self.proxies[1].armed = Armed(path, fault, skip)
         return armed
 
-    async def restart(self, index: int) -> None:
-        """Its process dies, and another one comes, which has the first weights."""
-        self.proxies[index].kill()
-        await self.start(self.proxies[index])
-
     async def start(self, proxy: Proxy) -> None:
         """A fresh process in the place of `proxy`, which registers."""
         proxy.fill(await self._places.fresh(proxy.index))

@@ -13,10 +13,10 @@ from aiohttp import web
 
 from tests.gserver.updates.faults.places import Place
 
-Fault = Literal["kill", "stop", "error", "nonsense", "lost", "late", "held"]
+Fault = Literal["kill", "stop", "error", "nonsense", "lost", "late"]
 """`kill`: the gserver is gone as the call comes; `stop`: its processes are stopped (SIGSTOP). `error`: 500.
 `nonsense`: something that is no answer; both without the call. `lost`: the call takes effect and its answer is cut
-off. `late`: it takes effect, and is never answered. `held`: it comes through when `hang_up` is called."""
+off. `late`: it takes effect, and is never answered."""
 
 HEADERS = ("Content-Type", "Authorization")
 
@@ -81,9 +81,6 @@ class Proxy:
             case "lost":
                 await self._forward(request, body)
                 return web.Response(body=b"{")
-            case "held":
-                await self._hung_up.wait()
-                return await self._forward(request, body)
             case "late":
                 await self._forward(request, body)
                 await self._hung_up.wait()

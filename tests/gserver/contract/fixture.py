@@ -104,7 +104,6 @@ class Contract:
         keys = {url: control_key(run.config, run.secret, index) for index, url in enumerate(urls)}
         self.client.control_keys |= keys  # with which the manager changes them
         self.version = 0
-        self.model_dir = model_dir
         self.text = Text(model_dir)
         self._model = model
         self._publisher = publisher

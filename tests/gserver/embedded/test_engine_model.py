@@ -59,18 +59,6 @@ async def test_sampled_logprobs_are_those_of_transformers(shape: str, tmp_path: 
         assert_sampled(model, one.input_ids, output)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-async def test_greedy_tokens_are_those_of_transformers(shape: str, tmp_path: Path) -> None:
-    model = make_model(shape, seed=1)
-    prompts = [prompt(n, seed=i) for i, n in enumerate(LENGTHS)]
-    jobs = [job(str(i), p, params={"temperature": 0.0}) for i, p in enumerate(prompts)]
-    async with engine_for(save(model, tmp_path)) as engine:
-        outputs = await generate(engine, jobs)
-    for one, output in zip(jobs, outputs, strict=True):
-        every = logprobs_of(model, [*one.input_ids, *output.output_ids])
-        assert output.output_ids == every[len(one.input_ids) - 1 : -1].argmax(-1).tolist()
-
-
 async def test_siblings_and_later_turns_share_what_was_computed(tmp_path: Path) -> None:
     model = make_model()
     shared = prompt(60)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -62,15 +64,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model(), tmp_path_factory.mktemp("model"))
 
 
+@asynccontextmanager
+async def joined(
+    manager: Manager, folder: Path, **config: Any
+) -> AsyncIterator[tuple[Register, asyncio.Task[None], Callable[[], Awaitable[object]]]]:
+    """How a gserver has registered, the task that is over when it ends, and a call that generates there."""
+    serving = asyncio.create_task(serve(config_of(**config), manager_url=manager.url, index=3, model_dir=folder))
+    member = await asyncio.wait_for(manager.registered.get(), 20)
+    key = generation_key(config_of(), Secret(SECRET, origin="here"))
+    async with GenerationClient(timeout=20, key=key) as client:
+        yield member, serving, lambda: client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+
+
 @pytest.mark.parametrize("engine", ["embedded", "simulated"])
 async def test_joins_serves_reports_and_leaves(engine: str, manager: Manager, folder: Path) -> None:
-    config = config_of(engine=engine)
-    serving = asyncio.create_task(serve(config, manager_url=manager.url, index=3, model_dir=folder))
-    member = await asyncio.wait_for(manager.registered.get(), 20)
-    assert (member.role, member.index, member.config_digest) == ("gserver", 3, config.digest())
-    client = GenerationClient(timeout=20, key=generation_key(config_of(), Secret(SECRET, origin="here")))
-    try:
-        await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+    async with joined(manager, folder, engine=engine) as (member, serving, generate):
+        digest = config_of(engine=engine).digest()
+        assert (member.role, member.index, member.config_digest) == ("gserver", 3, digest)
+        await generate()
         while (beat := await asyncio.wait_for(manager.heartbeats.get(), 20)).stats["requests_total"] != 1:
             pass
         of_generation = {"tokens_generated_total", "prompt_tokens_total", "requests_total", "weight_updates_total"}
@@ -78,31 +89,24 @@ async def test_joins_serves_reports_and_leaves(engine: str, manager: Manager, fo
         assert set(beat.stats) >= {"running", "queued", *of_generation, *of_time}
         manager.stop = True
         await asyncio.wait_for(serving, 20)
-    finally:
-        await client.close()
 
 
 async def test_a_hung_engine_is_told_and_ends_the_gserver(
     manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     let_go = threading.Event()
-    serving = asyncio.create_task(
-        serve(config_of(limits={"stuck_seconds": 0.5}), manager_url=manager.url, model_dir=folder)
-    )
-    member = await asyncio.wait_for(manager.registered.get(), 20)
-    client = GenerationClient(timeout=20, key=generation_key(config_of(), Secret(SECRET, origin="here")))
-    try:
-        await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+    async with joined(manager, folder, limits={"stuck_seconds": 0.5}) as (_, serving, generate):
+        await generate()
         await asyncio.sleep(1.0)
         assert not serving.done(), "one that waits for work does not hang"
         monkeypatch.setattr(Scheduler, "step", lambda self: let_go.wait())
-        with pytest.raises(PeerError, match=r"no step for 0\.5 s"):
-            await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
-        with pytest.raises(ModelError, match=r"no step for 0.5 s \(limits.stuck_seconds\)"):
-            await asyncio.wait_for(serving, 20)
-    finally:
-        let_go.set()
-        await client.close()
+        try:
+            with pytest.raises(PeerError, match=r"no step for 0\.5 s"):
+                await generate()
+            with pytest.raises(ModelError, match=r"no step for 0.5 s \(limits.stuck_seconds\)"):
+                await asyncio.wait_for(serving, 20)
+        finally:
+            let_go.set()
     assert "let_go.wait()" in caplog.text
     beats = manager.heard()
     assert any("no step for 0.5 s" in beat.error for beat in beats)
@@ -112,17 +116,12 @@ async def test_a_hung_engine_is_told_and_ends_the_gserver(
 async def test_a_dead_engine_is_told_and_ends_the_gserver(
     manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = asyncio.create_task(serve(config_of(), manager_url=manager.url, model_dir=folder))
-    member = await asyncio.wait_for(manager.registered.get(), 20)
-    monkeypatch.setattr(Scheduler, "_next_batch", lambda self: 1 / 0)
-    client = GenerationClient(timeout=20, key=generation_key(config_of(), Secret(SECRET, origin="here")))
-    try:
+    async with joined(manager, folder) as (_, serving, generate):
+        monkeypatch.setattr(Scheduler, "_next_batch", lambda self: 1 / 0)
         with pytest.raises(Exception, match="ZeroDivisionError"):
-            await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+            await generate()
         with pytest.raises(ModelError, match="ZeroDivisionError"):
             await asyncio.wait_for(serving, 20)
-    finally:
-        await client.close()
     assert any("ZeroDivisionError" in beat.error for beat in manager.heard())
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 import pytest
 from yarl import URL
@@ -20,12 +19,9 @@ from yarl import URL
 from streamrl.errors import ConfigError
 from streamrl.page import server
 from streamrl.records.health import findings
-from streamrl.records.rollouts import FOLDER, TOKEN_USES, Rollouts
-from streamrl.records.rollouts_writer import RolloutWriter
-from streamrl.records.timeline import FrequentFailure, HeartbeatEntry
+from streamrl.records.rollouts import TOKEN_USES, Rollouts
 from streamrl.records.view import read_run
-from tests.launch.statuses import EPOCH
-from tests.page.made_up import branching_group, long_run, made_up_run
+from tests.page.made_up import long_run, made_up_run
 from tests.runs import beat, write_lines, write_run
 
 TOKEN = "a-token-of-the-tests"
@@ -357,31 +353,14 @@ async def test_rollouts_and_their_tokens(tmp_path: Path) -> None:
         assert (await page.json("api/runs"))[0]["rollouts"] == 120
 
 
-async def test_branches_of_an_episode(tmp_path: Path) -> None:
-    """Of what an agent's trajectories share, each piece is told of one and named by the others."""
-    run = write_run(tmp_path / "run", steps=2)
-    writer = RolloutWriter(run / FOLDER / "rank-0", most_bytes=2**20, policy_version=0)
-    writer.append(branching_group(1, 1))
-    writer.write()
-    async with serving(run) as page:
-        responses = (await page.json("api/runs/0/rollouts/1/1"))["responses"]
-        assert [(one["parent"], one["shared"]) for one in responses] == [(-1, 0), (0, 7), (0, 6)]
-
-
 async def test_health_is_told_as_the_report_tells_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=60)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines[30:]:
         line["metrics"] |= {"tokens_masked": 600.0, "effective_sample_size": 0.3, "wait_seconds": 1.6}
     write_lines(run / "metrics.jsonl", lines)
-    stats = {"groups_done_total": 9.0, "groups_rejected_total": 1.0}
-    failure = FrequentFailure("KeyError: 'x'", 1, "row 4")
-    entry = HeartbeatEntry(time=EPOCH, role="rollout", index=0, stats=stats, failure=failure)
-    with (run / "timeline.jsonl").open("ab") as file:
-        file.write(msgspec.json.encode(entry) + b"\n")
     async with serving(run) as page:
         told = await page.json("api/runs/0/health")
-    assert any("most often KeyError: 'x' (once, first for row 4)" in finding["text"] for finding in told)
     expected = findings(read_run(run).figures())
     assert [(finding["severity"], finding["topic"]) for finding in told] == [(f.severity, f.topic) for f in expected]
     assert len(told) >= 2

@@ -75,28 +75,6 @@ async def test_the_least_recently_used_go_first_and_memory_is_bounded(folder: Pa
         assert [await cached(seed) for seed in (1, 1)] == [0, 0]
 
 
-async def test_nothing_of_earlier_weights_is_shared_after_an_update(folder: Path, tmp_path: Path) -> None:
-    new = make_model("qwen2-untied-linear-rope", seed=1)
-    other = save(new, tmp_path)
-    async with engine_for(folder, max_context=2048) as engine:
-        await generate(engine, [job("before", prompt(50))])
-        spanning = engine.submit(job("spanning", prompt(60, seed=1), params={"max_new_tokens": 1500}, stream=True))
-        await grown(spanning, 4)
-        await engine.pause("in_place")
-        await engine.load(other, "1")
-        assert engine._scheduler._prefixes.kept_bytes == 0
-        await engine.resume()
-        await engine.abort("spanning")  # its keys are of both: they end with it
-        mixed = await spanning.result()
-        jobs = [prompt(50), prompt(60, seed=1), [*prompt(60, seed=1), *mixed.output_ids]]
-        for ids, output in zip(jobs, await generate(engine, [job(str(len(i)), i) for i in jobs[:2]]), strict=False):
-            assert output.cached_tokens == 0
-            check(new, ids, output)
-        [output] = await generate(engine, [job("resumed", jobs[2])])
-        assert output.cached_tokens <= 60 + 20  # what was computed since
-        check(new, jobs[2], output)
-
-
 async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(folder: Path, model: Any) -> None:
     async with engine_for(folder, max_running=4, max_context=2048, prefill_tokens=CHUNK_TOKENS) as engine:
         scheduler = engine._scheduler

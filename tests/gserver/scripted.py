@@ -48,8 +48,6 @@ class ScriptedGserver:
         self.bodies: dict[str, list[Any]] = {}
         self.faults: dict[str, list[Fault]] = {}
         self.paused = False
-        self.paused_changed = asyncio.Event()
-        self.began = False
         self.bucket_seconds: list[float] = []
         """How long the next buckets take to receive."""
         self.pending_version = ""
@@ -59,8 +57,6 @@ class ScriptedGserver:
         """Checksums of what it says has come."""
         self.sums_of_others: list[dict[str, str]] = []
         """The same of its further ranks."""
-        self.tells_received = True
-        """Whether one that stages none tells them; a server that streamrl has not started does not."""
         self.url = ""
         self._runner: web.AppRunner | None = None
         self._stalled = asyncio.Event()
@@ -133,15 +129,9 @@ class ScriptedGserver:
                 )
             case "/model_info":
                 return ModelInfo(model_path="scripted", weight_version=self.weight_version)
-            case "/pause_generation":
-                self._set_paused(True)
-            case "/continue_generation":
-                self._set_paused(False)
-            case "/begin_weight_update":
-                self.began = True
-            case "/update_weights_from_distributed":
-                self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
-            case "/update_weights_from_disk":
+            case "/pause_generation" | "/continue_generation":
+                self.paused = path == "/pause_generation"
+            case "/update_weights_from_distributed" | "/update_weights_from_disk":
                 self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
             case "/update_weight_version":
                 self.weight_version = self.bodies[path][-1]["new_version"]
@@ -157,14 +147,11 @@ class ScriptedGserver:
                 return LoadedAdapters(dict(self.adapters))
             case "/generate":
                 return self._score(self.bodies[path][-1])
-            case "/weights_checker" if not self.staged and not self.tells_received:
-                raise web.HTTPBadRequest(body=msgspec.json.encode(Outcome(False, "Unsupported action='received'")))
             case "/weights_checker":
                 if self.staged:
                     return StagedSums(self.sums)
                 return ReceivedSums([RankSums(sums) for sums in (self.sums, *self.sums_of_others)])
             case "/end_weight_update":
-                self.began = False
                 self.weight_version = self.pending_version
         return Outcome(True)
 
@@ -180,16 +167,6 @@ class ScriptedGserver:
             input_token_logprobs=scores,
         )
         return GenerateReply(text="", output_ids=[], meta_info=meta)
-
-    def let_go(self) -> None:
-        """Answer what was stalled; what stalls from now on waits for the next call."""
-        self._stalled.set()
-        self._stalled = asyncio.Event()
-
-    def _set_paused(self, paused: bool) -> None:
-        self.paused = paused
-        self.paused_changed.set()
-        self.paused_changed = asyncio.Event()
 
 
 @asynccontextmanager

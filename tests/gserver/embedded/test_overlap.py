@@ -99,7 +99,6 @@ class Pair:
         self.reference = scheduler(Unoverlapped, weights[0], GraphedModel, record=Recorder())
         self.submitted = 0
         self.updates = 0
-        self.steps_ahead = 0
 
     @property
     def both(self) -> tuple[Scheduler, Scheduler]:
@@ -119,7 +118,6 @@ class Pair:
         assert isinstance(self.reference, Unoverlapped)
         ahead = self.overlapped._ahead is not None and self.overlapped.occupied > 0
         self.reference.holds = ahead
-        self.steps_ahead += ahead
         self.do(lambda scheduler: None if scheduler.idle else scheduler.step())
 
     def finish(self) -> None:

@@ -21,7 +21,6 @@ from streamrl.config import Config, SamplingConfig
 from streamrl.models import ensure_checkpoint
 from streamrl.rollout.generation import Generator as Responses
 from streamrl.rollout.generation import GroupRoute, token_versions, unmixed
-from streamrl.trainer.worker.publisher import Publisher
 from streamrl.transport.credentials import generation_key
 from streamrl.transport.generation import (
     GenerateReply,
@@ -73,15 +72,12 @@ class FaultyFleet:
         self._initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
         self._pids = 1000
         self._publisher_lock = asyncio.Lock()
-        self.publisher = self.new_publisher()
-
-    def new_publisher(self) -> Publisher:
-        return cpu_publisher(self.run.config, self.control)
+        self.publisher = cpu_publisher(run.config, self.control)
 
     async def replace_publisher(self) -> None:
         """As after the death of the trainer's rank 0."""
         await asyncio.to_thread(self.publisher.close)
-        self.publisher = self.new_publisher()
+        self.publisher = cpu_publisher(self.run.config, self.control)
 
     def weights(self, version: int) -> dict[str, Tensor]:
         return {name: tensor * (1.0 + 0.1 * (version % FACTORS)) for name, tensor in self._initial.items()}

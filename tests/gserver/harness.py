@@ -209,7 +209,7 @@ async def managed(config: Config, *, host: str = "127.0.0.1") -> AsyncIterator[R
 async def joined(
     folder: Path, gservers: int = 1, *, workers: int = 1, scripted_as: Mapping[str, Any] | None = None, **sections: Any
 ) -> AsyncIterator[tuple[Run, list[ScriptedGserver]]]:
-    """A run of so many gservers and rollout workers, which have joined; the gservers are `scripted_as` they are."""
+    """A run whose gservers and rollout workers have joined; `scripted_as`: options of the gservers."""
     config = small_config(folder, **sections | {"gserver": {"count": gservers, **sections.get("gserver", {})}})
     async with managed(config) as run, scripted(gservers, **(scripted_as or {})) as made:
         await run.join(*made, workers=workers)

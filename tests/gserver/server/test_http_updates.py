@@ -1,4 +1,4 @@
-"""Weight updates over real HTTP and a real process group: staged, complete or not at all, versioned by token."""
+"""Weight updates over real HTTP and a real process group: staged, and complete or not at all."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.gserver.tiny import make_model, prompt, response_logprobs, save, weig
 NAMES = list(weights_of(make_model()))
 NUMBERS = itertools.count(1)
 PUBLISHER_SECONDS = 180.0
+"""For each broadcast to be received."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def publish(group: str, file: str, names: Sequence[str], answers: Any) -> None:
     """Be rank 0 of a weight group of two: broadcast weights of `file`, and stay until killed."""
     store = open_store("127.0.0.1")
     answers.send(store.port)
-    where = {"address": "127.0.0.1", "port": store.port, "backend": "gloo"}
+    where: dict[str, Any] = {"address": "127.0.0.1", "port": store.port, "backend": "gloo"}
     joined = form_group(**where, rank=0, world_size=2, name=group, timeout=PUBLISHER_SECONDS, store=store)
     weights = load_file(file)
     list(broadcasts([(name, weights[name]) for name in names], joined))

@@ -124,7 +124,6 @@ GSERVER_BODIES: Mapping[str, Any] = {
     "/pause_generation": generation.PauseGeneration,
     "/continue_generation": generation.Empty,
     "/abort_request": generation.AbortRequest,
-    "/flush_cache": generation.Empty,
     "/init_weights_update_group": generation.InitWeightsUpdateGroup,
     "/destroy_weights_update_group": generation.DestroyWeightsUpdateGroup,
     "/begin_weight_update": generation.Empty,

@@ -740,7 +740,7 @@ def publication(place: Place, name: str, way: str) -> list[Row]:
 
 def refuse_too_few_ranks() -> None:
     """Raise `Skipped` if NCCL allows fewer than two ranks on this machine."""
-    from streamrl.device import MULTI_RANK, nccl_ranks
+    from tests.devices import MULTI_RANK, nccl_ranks
 
     if (nccl_ranks() or 2) < 2:
         raise Skipped(f"two ranks of NCCL need two GPUs, or NCCL 2.30 or newer and {MULTI_RANK}=1")

@@ -79,31 +79,6 @@ def resolve_device(device: Device, *, index: int = 0, each: int = 1) -> torch.de
     return torch.device("cuda", index % (count // each) * each)
 
 
-MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""NCCL's own variable (2.30 and newer): several ranks of a group may share a GPU."""
-
-
-def nccl_version() -> tuple[int, int, int]:
-    """Return the version of the loaded NCCL; `torch.cuda.nccl.version` returns the one that torch was built with."""
-    found = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):  # linked into torch
-        built_with: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        major, minor, patch, *_ = built_with
-        return major, minor, patch
-    return found.value // 10000, found.value // 100 % 100, found.value % 100
-
-
-def nccl_ranks() -> int | None:
-    """Return the maximum number of ranks of an NCCL group on this machine; None: no limit (`MULTI_RANK`)."""
-    if not torch.cuda.is_available():
-        return 0
-    if os.environ.get(MULTI_RANK) == "1" and nccl_version() >= (2, 30):
-        return None
-    return torch.cuda.device_count()
-
-
 def resolve_dtype(dtype: DType, device: torch.device) -> torch.dtype:
     """Return the dtype; `auto` is bfloat16 if the processor supports it (CUDA, AVX512-BF16, AMX), else float32."""
     if dtype != "auto":

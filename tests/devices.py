@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import pytest
 import torch
-
-from streamrl.device import MULTI_RANK, nccl_ranks
 
 NAME = os.environ.get("STREAMRL_TEST_DEVICE", "cuda")
 DEVICE = torch.device(NAME, 0) if NAME == "cuda" else torch.device(NAME)
@@ -19,6 +18,29 @@ ON_DEVICE = [
     ),
 ]
 """The `pytestmark` of such tests."""
+MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own variable (2.30 and newer): several ranks of a group may share a GPU."""
+
+
+def nccl_version() -> tuple[int, int, int]:
+    """Return the version of the loaded NCCL; `torch.cuda.nccl.version` returns the one that torch was built with."""
+    found = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):  # linked into torch
+        built_with: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        major, minor, patch, *_ = built_with
+        return major, minor, patch
+    return found.value // 10000, found.value // 100 % 100, found.value % 100
+
+
+def nccl_ranks() -> int | None:
+    """Return the maximum number of ranks of an NCCL group on this machine; None: no limit (`MULTI_RANK`)."""
+    if not torch.cuda.is_available():
+        return 0
+    if os.environ.get(MULTI_RANK) == "1" and nccl_version() >= (2, 30):
+        return None
+    return torch.cuda.device_count()
 
 
 def needs_nccl_ranks(ranks: int) -> pytest.MarkDecorator:

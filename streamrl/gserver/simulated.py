@@ -19,7 +19,6 @@ import torch
 
 from streamrl.checksum import WeightsChecksum
 from streamrl.config import MAX_QUEUED, PACE_SIGMA, SimulationConfig
-from streamrl.errors import Refused
 from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Text, Ticket
 from streamrl.gserver.server.receiver import WeightReceiver
 from streamrl.gserver.server.serving import GserverLaunch, behind_http
@@ -189,12 +188,6 @@ class SimulatedEngine:
         for request in self._running.values():
             self._start_timer(request)
         self._admit()
-
-    async def flush(self) -> None:
-        if self._running:
-            raise Refused(
-                f"{len(self._running)} requests are running; wait for them, or pause with mode retract or abort first"
-            )
 
     async def end_update(self) -> str:
         staged = await self.receiver.take()

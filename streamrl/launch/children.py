@@ -19,9 +19,9 @@ from typing import Any
 from streamrl import essential
 from streamrl.children import GRACE_SECONDS, LIFELINE, HeldLifeline, describe_exit, reading, wait_for_group
 from streamrl.errors import DeadlineExceeded, ProcessDied
-from streamrl.launch.files import last_lines
 from streamrl.launch.process import STACKS_SIGNAL
 from streamrl.launch.processes import STOP_ORDER, PlanRole, ProcessPlan
+from streamrl.launch.run_folders import last_lines
 from streamrl.transport.secret import DESCRIPTOR, Secret
 
 log = logging.getLogger(__name__)

@@ -31,10 +31,9 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.children import Children
 from streamrl.launch.display import Display, make_display
 from streamrl.launch.ending import ending_written, reported, save_and_end
-from streamrl.launch.files import keep_in_order
 from streamrl.launch.process import run_until_stopped, set_up_logging
 from streamrl.launch.processes import URL_FROM_INPUT, ProcessCommands, ProcessPlan, fitted, plan, visible_gpus
-from streamrl.launch.run_folders import resume_words, run_folder
+from streamrl.launch.run_folders import keep_in_order, resume_words, run_folder
 from streamrl.launch.supervisor import STATUS_SECONDS, Supervisor
 from streamrl.launch.user_functions import check_functions
 from streamrl.models import ensure_checkpoint, is_made

@@ -1,7 +1,8 @@
-"""The logs of a run's processes, read from their ends and merged."""
+"""The logs of a run's processes: read from their ends and merged, and warnings at a limited rate."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -93,3 +94,35 @@ def _entries(file: Path, *, process: str, most: int) -> list[LogLine]:
             after = moment
         found.append(LogLine(moment, process, kind, "\n".join(texts)))
     return found[::-1]
+
+
+WARNINGS_AT_ONCE = 5
+"""Number of warnings that are logged at once; after these, one every `SECONDS_PER_WARNING`."""
+SECONDS_PER_WARNING = 10.0
+
+
+class RateLimitedLog:
+    """Warnings about events that other processes can cause at any rate, from one thread at a time.
+
+    The next logged line counts the suppressed ones.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._credit = float(WARNINGS_AT_ONCE)
+        self._at = time.monotonic()
+        self._left_out = 0
+
+    def warning(self, message: str, *arguments: object) -> None:
+        """Log a warning, or count it."""
+        now = time.monotonic()
+        self._credit = min(self._credit + (now - self._at) / SECONDS_PER_WARNING, float(WARNINGS_AT_ONCE))
+        self._at = now
+        if self._credit < 1:
+            self._left_out += 1
+            return
+        self._credit -= 1
+        if self._left_out:
+            message += f" (and {self._left_out} more like this since the last line)"
+            self._left_out = 0
+        self._log.warning(message, *arguments)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import msgspec
 
 from streamrl.errors import RewardError
-from streamrl.rate_limited_log import RateLimitedLog
+from streamrl.records.logs import RateLimitedLog
 from streamrl.records.timeline import FrequentFailure, error_kind
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import zmq
 
 from streamrl import essential
 from streamrl.errors import WireError
-from streamrl.rate_limited_log import RateLimitedLog
+from streamrl.records.logs import RateLimitedLog
 from streamrl.transport import codec
 from streamrl.transport.addresses import LOOPBACK, Reach
 from streamrl.transport.credentials import Identity, ReceiverKeys

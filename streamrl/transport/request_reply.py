@@ -24,7 +24,7 @@ import msgspec
 
 from streamrl import essential
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
-from streamrl.rate_limited_log import RateLimitedLog
+from streamrl.records.logs import RateLimitedLog
 from streamrl.transport.addresses import LOOPBACK, Reach
 from streamrl.transport.control import Credential, Peer
 from streamrl.transport.credentials import Identity, ReceiverKeys

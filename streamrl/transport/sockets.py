@@ -21,7 +21,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from streamrl.errors import UNDECODABLE, ConfigError, PeerLost, WireError
-from streamrl.rate_limited_log import RateLimitedLog
+from streamrl.records.logs import RateLimitedLog
 from streamrl.transport.addresses import LOOPBACK, Reach, address_of, host_of, url_of
 from streamrl.transport.control import Credential
 from streamrl.transport.credentials import Identity, ReceiverKeys, UnknownSender, Verifier, claimed_name

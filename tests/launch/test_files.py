@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.launch import files
-from streamrl.launch.files import cut, keep_in_order, last_lines
+from streamrl.launch import run_folders
+from streamrl.launch.run_folders import cut, keep_in_order, last_lines
 
 
 def test_last_lines(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ async def test_a_full_disk_is_told_once_and_so_is_its_end(tmp_path: Path, monkey
     await asyncio.sleep(0.1)
     assert told == []
     with monkeypatch.context() as full:
-        full.setattr(files.tempfile, "TemporaryFile", Full)
+        full.setattr(run_folders.tempfile, "TemporaryFile", Full)
         await asyncio.wait_for(changed.wait(), 30)
         await asyncio.sleep(0.1)
         assert len(told) == 1

@@ -338,9 +338,6 @@ class EmbeddedEngine:
             self._pause_seconds += time.monotonic() - self._paused_at
             self._paused_at = None
 
-    async def flush(self) -> None:
-        await self._do(self._scheduler.flush)
-
     async def end_update(self) -> str:
         staged = await self.receiver.take()
         return await self.receiver.apart(lambda: self._swap(staged))

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from streamrl.gserver.embedded.model import SlotCache
-from streamrl.rate_limited_log import RateLimitedLog
+from streamrl.records.logs import RateLimitedLog
 
 log = logging.getLogger(__name__)
 

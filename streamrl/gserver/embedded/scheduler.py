@@ -43,7 +43,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from streamrl.errors import Refused
 from streamrl.gserver.embedded.adapters import Adapter
 from streamrl.gserver.embedded.graphs import DecodeStep, GraphedModel
 from streamrl.gserver.embedded.model import Extension, SlotCache, StepModel
@@ -182,14 +181,6 @@ class Scheduler:
     def resume(self) -> None:
         """Continue after a pause."""
         self.paused = False
-
-    def flush(self) -> None:
-        """Forget cached prompts; raises `Refused` while requests run."""
-        if self.occupied:
-            raise Refused(
-                f"{self.occupied} requests are running; wait for them, or pause with mode retract or abort first"
-            )
-        self._forget_prefixes()
 
     def new_weights(self, parameters: Parameters, version: str | None) -> None:
         """Compute with `parameters` from the next step on."""

@@ -37,7 +37,7 @@ from streamrl.gserver.manager.access import check_speaker
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.status import render
-from streamrl.rate_limited_log import RateLimitedLog
+from streamrl.records.logs import RateLimitedLog
 from streamrl.records.timeline import Timeline
 from streamrl.transport import control
 from streamrl.transport.addresses import Reach, everywhere, is_loopback, is_wildcard, reach_of_manager, url_of

@@ -199,9 +199,6 @@ class Engine(ServedEngine, Protocol):
     async def resume(self) -> None:
         """Continue after a pause; without a pause, do nothing."""
 
-    async def flush(self) -> None:
-        """Forget cached prompts; raises `Refused` while requests run."""
-
     async def end_update(self) -> str:
         """Swap the staged weights in between two steps; return a description."""
 

@@ -28,7 +28,7 @@ from aiohttp.typedefs import Middleware
 
 from streamrl.errors import UNDECODABLE, ModelError, Refused, StreamRLError
 from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Text, Ticket
-from streamrl.rate_limited_log import RateLimitedLog
+from streamrl.records.logs import RateLimitedLog
 from streamrl.stop_strings import without_begun
 from streamrl.transport.credentials import HEADER, GserverKeys, admits
 from streamrl.transport.generation import (
@@ -369,8 +369,6 @@ class Server:
                 _post("/pause_generation", PauseGeneration, self._pause),
                 _post("/continue_generation", Empty, self._continue),
                 _post("/abort_request", AbortRequest, self._abort),
-                _post("/flush_cache", Empty, self._flush),
-                web.get("/flush_cache", self._flush_by_get),
                 _post("/init_weights_update_group", InitWeightsUpdateGroup, self._join_group),
                 _post("/destroy_weights_update_group", DestroyWeightsUpdateGroup, self._leave_group),
                 _post("/begin_weight_update", Empty, self._begin_update),
@@ -490,13 +488,6 @@ class Server:
         names = self._live.get(message.rid, [message.rid])
         aborted = [name for name in names if await self._engine.abort(name)]
         return Outcome(success=True, message=f"{len(aborted)} responses of request {message.rid} aborted")
-
-    async def _flush(self, message: Empty) -> Outcome:
-        await self._engine.flush()
-        return Outcome(success=True, message="cached prompts forgotten")
-
-    async def _flush_by_get(self, request: web.Request) -> web.Response:
-        return _json(await self._flush(Empty()))
 
     async def _join_group(self, message: InitWeightsUpdateGroup) -> Outcome:
         await self._engine.receiver.join_group(message)

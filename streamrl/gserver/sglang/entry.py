@@ -45,7 +45,7 @@ ADMIN_API_KEY = "STREAMRL_SGLANG_ADMIN_API_KEY"
 CALLS = frozenset(
     (
         *("/generate", "/health", "/model_info", "/server_info"),
-        *("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"),
+        *("/pause_generation", "/continue_generation", "/abort_request"),
         *("/init_weights_update_group", "/destroy_weights_update_group", "/begin_weight_update", "/end_weight_update"),
         *("/update_weights_from_distributed", "/update_weights_from_disk", "/update_weight_version"),
         *("/weights_checker", "/load_lora_adapter", "/unload_lora_adapter", "/v1/models"),

@@ -76,12 +76,6 @@ class NewVersion(msgspec.Struct, frozen=True):
     new_version: str
 
 
-class CacheReset(msgspec.Struct, frozen=True):
-    """Reply to /reset_prefix_cache."""
-
-    success: bool
-
-
 class VllmClient:
     """Calls one server; `timeout`: deadline of each call in seconds, and `request_seconds` that of a response."""
 
@@ -131,15 +125,9 @@ class VllmClient:
         """Name the served weights `version` from the next token on."""
         await self._post("/update_weight_version", NewVersion(version))
 
-    async def forget_prompts(self, *, running: bool) -> bool:
-        """Forget the cached prompts; `running`: those of running requests, too, which are then computed again.
-
-        Returns False, and forgets nothing, if others run.
-        """
-        path = f"/reset_prefix_cache?reset_running_requests={str(running).lower()}"
-        url = self._url + path
-        reply = await call(self._session, url, Empty(), CacheReset, timeout=self._timeout, peer=PEER)
-        return reply.success
+    async def forget_prompts(self) -> None:
+        """Forget the cached prompts, those of running requests, too, which are then computed again."""
+        await self._post("/reset_prefix_cache?reset_running_requests=true", Empty())
 
     async def _post(self, path: str, body: msgspec.Struct) -> None:
         await send(self._session, self._url + path, body, timeout=self._timeout, peer=PEER)

@@ -35,7 +35,7 @@ from streamrl.checksum import (
     tensor_sums,
 )
 from streamrl.config import MAX_QUEUED, LoraConfig
-from streamrl.errors import Refused, StreamRLError
+from streamrl.errors import StreamRLError
 from streamrl.gserver.server.child import ChildServer, ServerProcess
 from streamrl.gserver.server.engine import Engine, Job, QueueFull, Text, Ticket
 from streamrl.gserver.server.monitor import JoinedServer, monitoring
@@ -245,10 +245,6 @@ class VllmEngine:
             self._pause_seconds += time.monotonic() - self._paused_at
             self._paused_at = None
 
-    async def flush(self) -> None:
-        if not await self._client.forget_prompts(running=False):
-            raise Refused("cached prompts cannot be forgotten while requests run")
-
     async def end_update(self) -> str:
         staged = await self.receiver.take()
         return await self.receiver.apart(lambda: self._swap(staged))
@@ -273,7 +269,7 @@ class VllmEngine:
         await load(self._stage.folder)
         self._sums = staged.sums
         if self._pause_mode != "in_place":
-            await self._client.forget_prompts(running=True)
+            await self._client.forget_prompts()
             for running in self._jobs.values():
                 running.response.retractions += running.begun
         await self.set_version(staged.version or self._version)

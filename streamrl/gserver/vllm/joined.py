@@ -118,7 +118,7 @@ async def join(client: VllmClient, socket: Path, *, model_dir: Path, max_context
         raise ModelError(
             f"the vLLM server at {socket} did not load {model_dir}: {error}; it has to serve a model of the same shape"
         ) from error
-    await client.forget_prompts(running=True)
+    await client.forget_prompts()
     log.info("joined the vLLM server at %s; it is left running at the end", socket)
 
 

@@ -44,7 +44,6 @@ CHANGES = (
     "/abort_request",
     "/pause_generation",
     "/continue_generation",
-    "/flush_cache",
     "/init_weights_update_group",
     "/begin_weight_update",
     "/update_weights_from_distributed",

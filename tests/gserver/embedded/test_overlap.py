@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.errors import Refused
 from streamrl.gserver.embedded import graphs, model
 from streamrl.gserver.embedded.graphs import DecodeStep, GraphedModel
 from streamrl.gserver.embedded.model import KVCache, Model, read_architecture
@@ -138,16 +137,6 @@ class Pair:
 
         self.do(update)
 
-    def flush(self) -> None:
-        def flush(scheduler: Scheduler) -> bool:
-            try:
-                scheduler.flush()
-            except Refused:
-                return False
-            return True
-
-        self.do(flush)
-
     def compare(self) -> None:
         found, expected = map(described, self.both)
         for name, value in expected.items():
@@ -202,7 +191,6 @@ changes = st.one_of(
     st.tuples(st.just("update"), st.just("in_place") | modes, st.sampled_from([0, 1, 0, 1, 2])),
     st.tuples(st.just("pause"), modes),
     st.just(("version",)),
-    st.just(("flush",)),
 )
 """Each is followed by a number of steps."""
 
@@ -227,8 +215,6 @@ def test_every_state_is_that_without_overlap(first: Any, script: Any, weights: l
                 pair.do(partial(Scheduler.pause, mode=mode))
             case "version", _:
                 pair.do(partial(Scheduler.set_version, version="renamed"))
-            case "flush", _:
-                pair.flush()
     pair.do(Scheduler.resume)
     pair.finish()
 

@@ -37,7 +37,7 @@ from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -259,6 +259,7 @@ class _PendingCall:
             self.outcome.set_exception(error)
 
 
+@dataclass(eq=False)
 class UserProcesses:
     """Calls a user's function in `processes` processes and replaces those that hang or die.
 
@@ -266,27 +267,19 @@ class UserProcesses:
     `setup.concurrent_calls`. Further calls wait, first come, first served.
     """
 
-    def __init__(
-        self,
-        setup: SetupMessage,
-        *,
-        what: str,
-        processes: int,
-        environment: Mapping[str, str],
-        python: str = "",
-        repeatable: bool = False,
-    ) -> None:
-        """`what`: the function's name in errors. `python`: another interpreter.
+    setup: SetupMessage
+    _: KW_ONLY
+    what: str
+    """The function's name in errors."""
+    processes: int
+    environment: Mapping[str, str]
+    python: str = ""
+    """Another interpreter."""
+    repeatable: bool = False
+    """If a process with several concurrent calls died or hung, each is made again alone, so that only the culprit
+    fails. Otherwise all of them fail, with one error."""
 
-        `repeatable`: if a process with several concurrent calls died or hung, each is made again alone, so that only
-        the culprit fails. Otherwise all of them fail, with one error.
-        """
-        self._setup = setup
-        self._what = what
-        self._count = processes
-        self._environment = environment
-        self._python = python
-        self._repeatable = repeatable
+    def __post_init__(self) -> None:
         self._live: set[_Process] = set()
         self._starting: set[asyncio.Task[None]] = set()
         self._waiting: deque[_PendingCall] = deque()
@@ -383,34 +376,34 @@ class UserProcesses:
 
     def _fill(self) -> None:
         """Start the missing processes, without waiting for them."""
-        while not self._closed and len(self._live) + len(self._starting) < self._count:
-            task = asyncio.create_task(self._launch(), name=f"start of a process of {self._what}")
+        while not self._closed and len(self._live) + len(self._starting) < self.processes:
+            task = asyncio.create_task(self._launch(), name=f"start of a process of {self.what}")
             self._starting.add(task)
             task.add_done_callback(self._launched)
 
     async def _launch(self) -> None:
-        process = _Process(self._setup, take=self._take, on_end=self._ended)
+        process = _Process(self.setup, take=self._take, on_end=self._ended)
         try:
             await asyncio.get_running_loop().subprocess_exec(
                 lambda: process,
-                *child_command(python=self._python),
+                *child_command(python=self.python),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=None,
-                env=dict(self._environment),
+                env=dict(self.environment),
                 start_new_session=True,
             )
         except OSError as error:
-            raise _cannot_start(self._python, error) from error
+            raise _cannot_start(self.python, error) from error
         try:
-            process.send(frame(self._setup))
+            process.send(frame(self.setup))
             async with asyncio.timeout(START_SECONDS):
                 await process.ready
         except BaseException as error:
             process.kill()
             await asyncio.shield(process.ended)
             if isinstance(error, TimeoutError):
-                message = f"{self._what} was not imported within {START_SECONDS:.0f} s"
+                message = f"{self.what} was not imported within {START_SECONDS:.0f} s"
                 raise UserCodeUnusable(message) from error
             raise
 
@@ -420,7 +413,7 @@ class UserProcesses:
         if error is None or self._starting:
             return
         if self._live:
-            log.warning("one of %d processes is missing: %s", self._count, error)
+            log.warning("one of %d processes is missing: %s", self.processes, error)
             return
         for call in self._waiting:
             if not call.outcome.done():
@@ -439,7 +432,7 @@ class UserProcesses:
             message = (
                 reply.message if isinstance(reply, FailureMessage) else "a result came before the function was loaded"
             )
-            process.ready.set_exception(UserCodeUnusable(f"{self._what} cannot be loaded: {message}"))
+            process.ready.set_exception(UserCodeUnusable(f"{self.what} cannot be loaded: {message}"))
         elif (call := process.outstanding.pop(reply.number, None)) is None:
             process.reject(f"it replied to call {reply.number}, which it does not have")
         else:
@@ -464,8 +457,8 @@ class UserProcesses:
         self._live.discard(process)
         status = describe_exit(process.status)
         if not process.ready.done():
-            needs = f" ({self._python} needs the package msgspec)" if self._python else ""
-            message = f"{self._what}: its process {status} while it was imported{needs}; its output is above"
+            needs = f" ({self.python} needs the package msgspec)" if self.python else ""
+            message = f"{self.what}: its process {status} while it was imported{needs}; its output is above"
             process.ready.set_exception(UserCodeUnusable(message))
         calls = list(process.outstanding.values())
         if self._closed:
@@ -474,12 +467,12 @@ class UserProcesses:
                 call.settle()
         elif calls:
             blamed = [] if process.innocent else calls if process.concurrent else calls[:1]
-            if process.concurrent and self._repeatable and len(blamed) > 1:
+            if process.concurrent and self.repeatable and len(blamed) > 1:
                 blamed = []
                 for call in calls:
                     call.alone = True
             if process.late and blamed:
-                self._took(self._setup.timeout)
+                self._took(self.setup.timeout)
             error = process.error or UserProcessDied(status, calls=len(blamed))
             for call in blamed:
                 call.settle(error=error)

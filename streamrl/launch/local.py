@@ -17,6 +17,7 @@ import fcntl
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import IO
 
@@ -103,32 +104,27 @@ def run_here(
         )
 
 
+@dataclass(eq=False)
 class Launcher:
     """The processes of one run from beginning to end, on the machines that `children` manages."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        processes: Sequence[ProcessPlan],
-        display: Display,
-        children: Callable[[Path, Secret], Children] = Children,
-        one_disk: bool = True,
-        page: bool = False,
-    ) -> None:
-        """`processes`: in the order in which they start, the controller first. `children` returns the keeper of the
-        processes, from the folder for their logs and the run's secret. `one_disk`: they share the disk on which this
-        process makes the model; else the run does not go back to a checkpoint by itself."""
-        self._config = config
-        self._plan = processes
-        self._commands = ProcessCommands(config.run_dir / configuration.CONFIG_FILE)
-        self._display = display
-        self._secret = hold(of_new_run(config))
-        self._page = page
-        self._make_children = children
-        self._one_disk = one_disk
+    config: Config
+    _: KW_ONLY
+    processes: Sequence[ProcessPlan]
+    """In the order in which they start, the controller first."""
+    display: Display
+    children: Callable[[Path, Secret], Children] = Children
+    """Returns the keeper of the processes, from the folder for their logs and the run's secret."""
+    one_disk: bool = True
+    """The processes share the disk on which this process makes the model; else the run does not go back to a checkpoint
+    by itself."""
+    page: bool = False
+
+    def __post_init__(self) -> None:
+        self._commands = ProcessCommands(self.config.run_dir / configuration.CONFIG_FILE)
+        self._secret = hold(of_new_run(self.config))
         self._children: Children | None = None
-        self.departure = save_and_end(config, lambda: self.manager_url)
+        self.departure = save_and_end(self.config, lambda: self.manager_url)
         """Handler of the first Ctrl-C."""
 
     @property
@@ -138,20 +134,20 @@ class Launcher:
 
     async def run(self) -> None:
         """Start all processes, watch them until the run ends, and leave none behind."""
-        logs = self._config.run_dir / "logs"
+        logs = self.config.run_dir / "logs"
         try:
             logs.mkdir(exist_ok=True)
-            lock = lock_run_dir(self._config.run_dir)
-            self._commands.config_file.write_text(configuration.to_toml(self._config))
+            lock = lock_run_dir(self.config.run_dir)
+            self._commands.config_file.write_text(configuration.to_toml(self.config))
         except OSError as error:  # a full disk, or a resumed run of another user
-            raise ConfigError(f"run.dir: {self._config.run_dir} cannot be written ({error.strerror})") from error
-        self._children = self._make_children(logs, self._secret)
+            raise ConfigError(f"run.dir: {self.config.run_dir} cannot be written ({error.strerror})") from error
+        self._children = self.children(logs, self._secret)
         try:
-            with ending_written(self._config.run_dir), self._display:
+            with ending_written(self.config.run_dir), self.display:
                 try:
                     await self._start_and_watch(self._children)
                 finally:
-                    self._display.note(
+                    self.display.note(
                         "stopping the remaining processes" if self._children.running else "all processes have left"
                     )
                     await self._children.stop()
@@ -162,21 +158,21 @@ class Launcher:
         """Kill all processes at once; restore the terminal's cursor, since no later code runs."""
         if self._children is not None:
             self._children.kill()
-        self._display.__exit__()
+        self.display.__exit__()
 
     async def _start_and_watch(self, children: Children) -> None:
         showing = asyncio.create_task(self._show_page(children), name="the start of the page")
         try:
             await self._start(children)
-            async with ControlClient.of(self._config, self.manager_url, timeout=STATUS_SECONDS) as client:
+            async with ControlClient.of(self.config, self.manager_url, timeout=STATUS_SECONDS) as client:
                 supervisor = Supervisor(
-                    self._config,
+                    self.config,
                     children,
                     self._commands,
                     client,
                     part="run",
-                    goes_back=self._one_disk,
-                    note=self._display.note,
+                    goes_back=self.one_disk,
+                    note=self.display.note,
                 )
                 await self._watch(supervisor)
         finally:
@@ -185,8 +181,8 @@ class Launcher:
     async def _start(self, children: Children) -> None:
         """Start the run's members, which import their modules for seconds. Make the model and start the controller in
         the meantime, and send its URL to the members."""
-        config, note = self._config, self._display.note
-        controller, *members = self._plan
+        config, note = self.config, self.display.note
+        controller, *members = self.processes
         note(f"starting {len(members)} processes")
         early = msgspec.structs.replace(self._commands, manager_url=URL_FROM_INPUT)
         starting = [asyncio.create_task(children.start(member, early.of(member), waits=True)) for member in members]
@@ -194,9 +190,9 @@ class Launcher:
             waiting = await asyncio.gather(*starting)
         finally:
             await cancel(*starting)
-        if self._one_disk and is_made(config):
+        if self.one_disk and is_made(config):
             await asyncio.to_thread(ensure_checkpoint, config)
-        elif self._one_disk:
+        elif self.one_disk:
             note(f"preparing the model {config.model.path}")
             preparing = ProcessPlan("checkpoint", 0, threads=config.trainer.threads)
             await children.ask(preparing, self._commands.of(preparing), timeout=CHECKPOINT_SECONDS)
@@ -209,9 +205,9 @@ class Launcher:
 
     async def _watch(self, supervisor: Supervisor) -> None:
         """Show the run and keep its folder in order until it is over."""
-        note = self._display.note
-        upkeep = essential.begin(keep_in_order(self._config.run_dir, tell=note), name="the upkeep of the run's folder")
-        following = asyncio.create_task(self._display.follow(self.manager_url), name="display")
+        note = self.display.note
+        upkeep = essential.begin(keep_in_order(self.config.run_dir, tell=note), name="the upkeep of the run's folder")
+        following = asyncio.create_task(self.display.follow(self.manager_url), name="display")
         try:
             await supervisor.until_over()
         finally:
@@ -223,12 +219,12 @@ class Launcher:
 
     async def _show_page(self, children: Children) -> None:
         """Show the run in a browser if the user wants it; a failure does not affect the run."""
-        if not self._page:
+        if not self.page:
             return
-        words = [sys.executable, "-m", "streamrl", "page", str(self._config.run_dir)]
+        words = [sys.executable, "-m", "streamrl", "page", str(self.config.run_dir)]
         try:
             url = await children.ask(ProcessPlan("page", 0, threads=1), words, timeout=PAGE_SECONDS)
         except (StreamRLError, OSError) as error:
-            self._display.note(f"the run is not shown in a browser: {error}")
+            self.display.note(f"the run is not shown in a browser: {error}")
         else:
-            self._display.note(f"the run in a browser: {url}")
+            self.display.note(f"the run in a browser: {url}")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import numpy as np
@@ -77,49 +78,36 @@ class Sampler(Protocol):
         """Return a response; see `Generator.generate`."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Session:
     """Interface of a workflow for one sibling of one group: generate, and score."""
 
-    def __init__(
-        self,
-        *,
-        prompt: Prompt,
-        sibling: int,
-        generator: Sampler,
-        route: GroupRoute,
-        rewards: RewardPool | None,
-        reward: RewardConfig,
-        chat: ChatTokenizer,
-        sampling: SamplingConfig,
-        max_context: int,
-        activity: Activity,
-        before_scoring: BeforeScoring | None = None,
-        attempt: int = 0,
-        failures_score_zero: bool = False,
-    ) -> None:
-        """`rewards`: None if a reward model of the trainer scores. `before_scoring` is awaited before each score."""
-        self.prompt = prompt
-        self.sibling = sibling
-        """Number of the sibling in its group, from 0."""
-        self.attempt = attempt
-        """Number of failed attempts to make the sibling before this one. Each attempt samples with its own seeds."""
-        self.failures_score_zero = failures_score_zero
-        """Whether a failure of the reward function or the agent scores 0."""
-        self.chat = chat
-        """The tokenizer with its chat template."""
-        self.sampling = sampling
-        """The run's sampling parameters."""
-        self.max_context = max_context
-        """Most tokens of prompt and responses together on the gservers."""
+    prompt: Prompt
+    sibling: int
+    """Number of the sibling in its group, from 0."""
+    generator: Sampler
+    route: GroupRoute
+    rewards: RewardPool | None
+    """None if a reward model of the trainer scores."""
+    reward: RewardConfig
+    chat: ChatTokenizer
+    """The tokenizer with its chat template."""
+    sampling: SamplingConfig
+    """The run's sampling parameters."""
+    max_context: int
+    """Most tokens of prompt and responses together on the gservers."""
+    activity: Activity
+    """The counters and the log of the worker's work."""
+    before_scoring: BeforeScoring | None = None
+    """Awaited before each score."""
+    attempt: int = 0
+    """Number of failed attempts to make the sibling before this one. Each attempt samples with its own seeds."""
+    failures_score_zero: bool = False
+    """Whether a failure of the reward function or the agent scores 0."""
+
+    def __post_init__(self) -> None:
         self.reward_parts: dict[str, float] = {}
         """The parts of the last score by name; empty if it had one part."""
-        self._generator = generator
-        self._route = route
-        self._rewards = rewards
-        self._reward = reward
-        self.activity = activity
-        """The counters and the log of the worker's work."""
-        self._before_scoring = before_scoring
         self._requests = 0
 
     @property
@@ -149,12 +137,12 @@ class Session:
             )
         rid = f"{self.episode}.{self._requests}"
         self._requests += 1
-        with self.activity.in_stage(GENERATION), self._route.request(len(input_ids)):
-            generation = await self._generator.generate(
+        with self.activity.in_stage(GENERATION), self.route.request(len(input_ids)):
+            generation = await self.generator.generate(
                 input_ids,
                 max_new_tokens=min(room, max_new_tokens or self.sampling.max_new_tokens),
                 rid=rid,
-                route=self._route,
+                route=self.route,
                 stop=stop,
                 stop_token_ids=stop_token_ids,
                 on_tokens=on_tokens,
@@ -174,9 +162,9 @@ class Session:
 
     async def generated(self) -> None:
         """Wait until the sibling may be scored, after all of its generation; `score` also does this."""
-        if self._before_scoring is not None:
+        if self.before_scoring is not None:
             with self.activity.in_stage(BEFORE_SCORING):
-                await self._before_scoring(self.sibling)
+                await self.before_scoring(self.sibling)
 
     async def score(self, response: Response) -> float:
         """Return the reward function's score, less the penalty for a response of this length.
@@ -185,11 +173,11 @@ class Session:
         `rollout.on_failed_sibling = "zero"` counts that as 0.
         """
         await self.generated()
-        if self._rewards is None:
+        if self.rewards is None:
             return 0.0
         with self.activity.scoring():
             try:
-                judged = await self._rewards.score(response, self.prompt)
+                judged = await self.rewards.score(response, self.prompt)
             except RewardError as error:
                 self.activity.unscored(self.prompt.seq, error)
                 if not self.failures_score_zero:
@@ -197,10 +185,10 @@ class Session:
                 self.activity.log_reason("a response scores 0", error)
                 return 0.0
         overlong = overlong_share(
-            response.output_tokens, most=self.sampling.max_new_tokens, buffer=self._reward.overlong_tokens
+            response.output_tokens, most=self.sampling.max_new_tokens, buffer=self.reward.overlong_tokens
         )
-        penalty = self._reward.overlong_penalty * overlong
-        if self._reward.overlong_tokens:
+        penalty = self.reward.overlong_penalty * overlong
+        if self.reward.overlong_tokens:
             self.reward_parts = {"function": judged, "overlong": -penalty}
         return judged - penalty
 

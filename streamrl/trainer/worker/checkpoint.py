@@ -31,6 +31,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -175,27 +176,23 @@ class CheckpointPart(Protocol):
         missing."""
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Writes one checkpoint at a time, in a thread. All model workers call it from their computing thread."""
 
-    def __init__(
-        self,
-        together: Together,
-        *,
-        keep: int,
-        spare: str | None,
-        run_dir: Path | None = None,
-        records_to_disk: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`keep`: number of checkpoints that stay, in addition to `spare`, from which the run started; of snapshots in
-        memory (`records/snapshots.py`) only the latest stays. `run_dir`: folder of the run, or None if it takes no
-        snapshots. `records_to_disk` waits until this worker's records of the steps so far are on the disk."""
-        self._together = together
-        self._run_dir = run_dir
-        self._memory = None if run_dir is None else snapshots.folder_of(run_dir)
-        self._records_to_disk = records_to_disk
-        self._keep = keep
-        self._spare = spare
+    together: Together
+    _: KW_ONLY
+    keep: int
+    """Number of checkpoints that stay; of snapshots in memory (`records/snapshots.py`) only the latest stays."""
+    spare: str | None
+    """The checkpoint from which the run started, which stays, too."""
+    run_dir: Path | None = None
+    """None if the run takes no snapshots."""
+    records_to_disk: Callable[[], None] = lambda: None
+    """Waits until this worker's records of the steps so far are on the disk."""
+
+    def __post_init__(self) -> None:
+        self._memory = None if self.run_dir is None else snapshots.folder_of(self.run_dir)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=compute_with, initargs=(1,))
         self._writing: tuple[Path, Future[str]] | None = None
 
@@ -224,24 +221,24 @@ class CheckpointWriter:
 
     def _write(self, folder: Path, share: CheckpointPart) -> str:
         unfinished = progress.unfinished_folder(folder)
-        leads = self._together.rank == 0
-        token = self._together.gather(torch.tensor(secrets.randbits(62)))[0]
+        leads = self.together.rank == 0
+        token = self.together.gather(torch.tensor(secrets.randbits(62)))[0]
         sign = unfinished / f"of-worker-0-{int(token)}"
         in_memory = folder.parent == self._memory
         if in_memory:
-            sizes = self._together.gather(torch.tensor(share.size))
-            failure = self._together.do(lambda: snapshots.check_room(int(sum(sizes))) if leads else None)
+            sizes = self.together.gather(torch.tensor(share.size))
+            failure = self.together.do(lambda: snapshots.check_room(int(sum(sizes))) if leads else None)
             if failure:
                 return failure
-        failure = self._together.do(lambda: _begin(unfinished, sign) if leads else None)
+        failure = self.together.do(lambda: _begin(unfinished, sign) if leads else None)
         if not failure:
-            sees = self._together.gather(torch.tensor(int(sign.exists())))
+            sees = self.together.gather(torch.tensor(int(sign.exists())))
             elsewhere = [rank for rank, seen in enumerate(sees) if not seen]  # their disk is not worker 0's
-            failure = self._together.do(lambda: self._write_files(unfinished, share, elsewhere))
+            failure = self.together.do(lambda: self._write_files(unfinished, share, elsewhere))
         if not failure:
-            failure = self._together.do(self._records_to_disk)
+            failure = self.together.do(self.records_to_disk)
         if not failure:
-            failure = self._together.do(lambda: self._complete(folder, unfinished, sign, share) if leads else None)
+            failure = self.together.do(lambda: self._complete(folder, unfinished, sign, share) if leads else None)
         if failure:  # a full disk must not end a run
             failure = (
                 f"the checkpoint {folder} cannot be written ({failure}); those before it are whole: make room there, "
@@ -256,16 +253,16 @@ class CheckpointWriter:
 
     def _write_files(self, unfinished: Path, share: CheckpointPart, elsewhere: list[int]) -> None:
         """Write this worker's files. Worker 0 also writes the files of workers on other disks."""
-        if self._together.rank in elsewhere:
+        if self.together.rank in elsewhere:
             for stem in share.stems:
-                self._together.send(share.content(stem))
+                self.together.send(share.content(stem))
             return
         failed: OSError | None = None
-        for rank in [self._together.rank, *(elsewhere if self._together.rank == 0 else [])]:
+        for rank in [self.together.rank, *(elsewhere if self.together.rank == 0 else [])]:
             for stem in share.stems:
-                own = rank == self._together.rank
-                content = share.content(stem) if own else self._together.receive(rank)
-                file = unfinished / file_name(stem, rank, self._together.world)
+                own = rank == self.together.rank
+                content = share.content(stem) if own else self.together.receive(rank)
+                file = unfinished / file_name(stem, rank, self.together.world)
                 try:
                     if failed is None:
                         file.parent.mkdir(parents=True, exist_ok=True)
@@ -283,8 +280,8 @@ class CheckpointWriter:
         share.complete(unfinished)
         all_to_disk(unfinished)
         progress.put(unfinished, folder)
-        keep = 1 if folder.parent == self._memory else self._keep
-        progress.prune(folder.parent, keep=keep, spare=self._spare, run_dir=self._run_dir)
+        keep = 1 if folder.parent == self._memory else self.keep
+        progress.prune(folder.parent, keep=keep, spare=self.spare, run_dir=self.run_dir)
 
 
 def _begin(unfinished: Path, sign: Path) -> None:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -223,38 +224,31 @@ class _Arrivals:
             channel.notify(StorageNotice(metas))
 
 
+@dataclass(eq=False)
 class ModelWorker:
     """Carries out the master's calls."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        index: int,
-        model_dir: Path,
-        dataset: StreamDataset,
-        door: GroupReceiver | None,
-        client: ControlClient,
-        reach: Reach = LOOPBACK,
-    ) -> None:
-        """`door`: the entrance to the data set, if this worker is a data-parallel head; `reach`: how others reach this
-        process."""
-        self._config = config
-        self._index = index
-        self._model_dir = model_dir
-        self._dataset = dataset
-        self._door = door
-        self._client = client
-        self._reach = reach
-        self._device = resolve_device(config.run.device, index=index)
+    config: Config
+    _: KW_ONLY
+    index: int
+    model_dir: Path
+    dataset: StreamDataset
+    door: GroupReceiver | None
+    """The entrance to the data set, if this worker is a data-parallel head."""
+    client: ControlClient
+    reach: Reach = LOOPBACK
+    """How others reach this process."""
+
+    def __post_init__(self) -> None:
+        self._device = resolve_device(self.config.run.device, index=self.index)
         compute_with(1)  # in this thread; `config.trainer.threads` is for the compute thread
         self._compute = ThreadPoolExecutor(
-            1, thread_name_prefix="compute", initializer=compute_with, initargs=(config.trainer.threads,)
+            1, thread_name_prefix="compute", initializer=compute_with, initargs=(self.config.trainer.threads,)
         )
         self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publish", initializer=compute_with, initargs=(1,))
         self._weights_free = threading.Event()
         self._weights_free.set()
-        self._data = WorkerData(dataset, rank=index)
+        self._data = WorkerData(self.dataset, rank=self.index)
         self._computation: Computation | None = None
         self._source: WeightSource | None = None
         self._publisher: Publisher | None = None
@@ -277,13 +271,13 @@ class ModelWorker:
                         self._side_tasks.add(task)
                         task.add_done_callback(self._side_tasks.discard)
                     case _:
-                        if isinstance(call, TrainStep) and self._door is not None:
-                            self._door.open_for(call.policy_version + 1)
+                        if isinstance(call, TrainStep) and self.door is not None:
+                            self.door.open_for(call.policy_version + 1)
                         ordered.put_nowait((call_id, call))
 
     def stats(self) -> dict[str, float]:
         """Return counters, for people."""
-        return self._dataset.stats() | (self._computation.stats() if self._computation is not None else {})
+        return self.dataset.stats() | (self._computation.stats() if self._computation is not None else {})
 
     async def close(self) -> None:
         """Stop, after a short wait for a publication that is under way."""
@@ -328,7 +322,7 @@ class ModelWorker:
             case Spec():
                 return WorkerSpec(
                     roles=self._computation.describe() if self._computation else {},
-                    duplicated=int(self._dataset.stats()["groups_duplicated_total"]),
+                    duplicated=int(self.dataset.stats()["groups_duplicated_total"]),
                 )
             case ClearDataCache():
                 self._data.discard(call.seqs, come_again=call.come_again)
@@ -336,12 +330,12 @@ class ModelWorker:
                     self._compute.submit(empty_cache, self._device)
                 return CallDone(compute_seconds=0.0)
             case ModelConfigRequest():
-                return read_architecture(self._model_dir, any_type=True)
+                return read_architecture(self.model_dir, any_type=True)
             case ResponseRequest():
                 return ResponseReply(*self._data.response(call.response))
             case OpenStore():
-                self._store = open_store(self._reach.local)
-                return StoreAddress(host=self._reach.announced, port=self._store.port)
+                self._store = open_store(self.reach.local)
+                return StoreAddress(host=self.reach.announced, port=self._store.port)
             case Initialize():
                 with closed_after_forming():
                     done = await self._in_compute(self._initialize, call)
@@ -358,7 +352,7 @@ class ModelWorker:
 
     def _initialize(self, call: Initialize) -> CallDone:
         began = time.monotonic()
-        config = self._config
+        config = self.config
         world = config.trainer.workers
         torch.manual_seed(config.run.seed)
         if config.run.record:
@@ -372,7 +366,7 @@ class ModelWorker:
             join_world(
                 address=call.store_host,
                 port=call.store_port,
-                rank=self._index,
+                rank=self.index,
                 world_size=world,
                 backend=backend,
                 timeout=config.limits.call_seconds,
@@ -380,7 +374,7 @@ class ModelWorker:
             )
         if world > 1:
             self._data.manager = DataManager(
-                self._index,
+                self.index,
                 world_size=world,
                 host=call.store_host,
                 port=call.store_port,
@@ -389,7 +383,7 @@ class ModelWorker:
                 device=self._device,
             )
         graph = graph_of(config)
-        assembly = Assembly(config, roles=graph.roles, model_dir=self._model_dir, rank=self._index, device=self._device)
+        assembly = Assembly(config, roles=graph.roles, model_dir=self.model_dir, rank=self.index, device=self._device)
         if config.run.resume_from:
             resume(assembly, Path(config.run.resume_from))
         weights = config.weights
@@ -401,22 +395,22 @@ class ModelWorker:
             timeout_seconds=PUBLICATION_STEPS * weights.attempts * config.limits.update_seconds,
             dtype=dtype,
         )
-        if self._index == 0:
+        if self.index == 0:
             carriers = carriers_for(
                 config,
                 backend=carried_by,
                 dtype=dtype,
                 device=self._device,
-                reach=self._reach,
+                reach=self.reach,
                 numbers=sum(math.prod(shape) for _, shape in self._source.specs()),
                 gpu=gpu_identity(self._device),
                 gpu_memory=lambda: torch.cuda.mem_get_info(self._device)[0],
             )
             self._publisher = Publisher(
-                client=self._client, config=config, carriers=carriers, in_thread=self._in_publishing
+                client=self.client, config=config, carriers=carriers, in_thread=self._in_publishing
             )
         self._computation = Computation(
-            config, rank=self._index, graph=graph, assembly=assembly, data=self._data, weights_free=self._weights_free
+            config, rank=self.index, graph=graph, assembly=assembly, data=self._data, weights_free=self._weights_free
         )
         return CallDone(compute_seconds=time.monotonic() - began)
 
@@ -425,7 +419,7 @@ class ModelWorker:
 
     async def _publish(self, call: Publish) -> PublicationReply:
         if self._source is None:
-            raise TrainingError(f"model_worker/{self._index} was asked to publish before Initialize")
+            raise TrainingError(f"model_worker/{self.index} was asked to publish before Initialize")
         # not in the compute thread, where the next step may already wait for this publication
         await self._in_publishing(self._ready.bring_back, ACTOR)
         if self._publisher is not None:
@@ -438,5 +432,5 @@ class ModelWorker:
     @property
     def _ready(self) -> Computation:
         if self._computation is None:
-            raise TrainingError(f"model_worker/{self._index} was asked to compute before Initialize")
+            raise TrainingError(f"model_worker/{self.index} was asked to compute before Initialize")
         return self._computation

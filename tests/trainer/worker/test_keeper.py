@@ -77,6 +77,8 @@ def test_what_became_of_each_token():
         *("prompt", "prompt", "trained"),
     ]
     assert uses(item, None)[3:7] == ["no_contrast", "environment", "environment", "no_contrast"]
+    masked = uses(item, outputs_of(group, shift=2.0), behavior_weight_limit="mask", behavior_weight_cap=2.0)
+    assert masked[2:4] == ["over_age", "weight_limit"]
 
 
 def test_tokens_that_are_trained_on_in_another_branch():

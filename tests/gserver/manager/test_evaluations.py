@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from streamrl.config import Config, EvaluationConfig
+from streamrl.config import EvaluationConfig
 from streamrl.errors import PeerError, StreamRLError, WireError
 from streamrl.gserver.manager.evaluations import GROUPS_BETWEEN, MAX_LOSSES, Evaluations, check_result, report_of
 from streamrl.gserver.manager.gserver import Gserver, Work
@@ -33,7 +33,7 @@ from streamrl.transport.control import (
     Leave,
 )
 from streamrl.transport.generation import ServerInfo
-from tests.gserver.harness import NO_PROCESS, Run, managed, small_config, still_waits
+from tests.gserver.harness import NO_PROCESS, Run, joined, managed, small_config, still_waits
 from tests.gserver.scripted import scripted
 
 
@@ -379,8 +379,7 @@ def test_the_figures_of_an_evaluation_are_those_of_plain_counting(
 # --- the calls ---
 
 
-def evaluating(folder: Path, **sections: dict[str, Any]) -> Config:
-    return small_config(folder, **({"evaluation": {"every": "1 step", "prompts": 3}} | sections))
+EVALUATED: dict[str, Any] = {"evaluation": {"every": "1 step", "prompts": 3}}
 
 
 async def take(run: Run, *, worker: int = 0) -> Admission:
@@ -394,7 +393,7 @@ async def end(run: Run, admission: Admission, **fields: Any) -> None:
 
 
 async def test_an_evaluation_goes_from_the_master_to_rollout_workers_and_back(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
+    async with managed(small_config(tmp_path, **EVALUATED)) as run, scripted() as (gserver,):
         await run.register("rollout")
         waiting = asyncio.create_task(take(run))
         await still_waits(waiting)
@@ -426,8 +425,7 @@ async def test_an_evaluation_goes_from_the_master_to_rollout_workers_and_back(tm
 
 
 async def test_a_held_out_prompt_has_its_turn_though_groups_take_every_place(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path, trainer={"batch_groups": 100})) as run, scripted() as (gserver,):
-        await run.join(gserver, workers=2)
+    async with joined(tmp_path, workers=2, trainer={"batch_groups": 100}, **EVALUATED) as (run, _):
         run.manager._fleet.all()[0].info = ServerInfo(max_running_requests=1)  # one group fills it
         (running,) = await run.admit_seqs(1)
         groups = {asyncio.create_task(run.admit_seqs(1, worker=worker)): worker for worker in (0, 1)}
@@ -452,7 +450,7 @@ async def test_a_held_out_prompt_has_its_turn_though_groups_take_every_place(tmp
 @pytest.mark.parametrize("how", ["replaced", "silent", "left"])
 async def test_the_prompts_of_a_worker_that_is_gone_go_to_another(tmp_path: Path, how: str) -> None:
     lease = {"limits": {"silence_seconds": 0.5}} if how == "silent" else {}
-    async with managed(evaluating(tmp_path, **lease)) as run, scripted() as (gserver,):
+    async with managed(small_config(tmp_path, **EVALUATED, **lease)) as run, scripted() as (gserver,):
         await run.register("gserver", address=gserver.url)
         await run.register("rollout", pid=1)
         run.manager.evaluate(7, training_over=False)
@@ -472,8 +470,7 @@ async def test_the_prompts_of_a_worker_that_is_gone_go_to_another(tmp_path: Path
 
 
 async def test_once_training_is_over_no_group_starts_and_the_evaluation_has_the_gservers(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
-        await run.join(gserver)
+    async with joined(tmp_path, **EVALUATED) as (run, _):
         assert await run.admit_seqs(1) == [0]
         run.manager.evaluate(4, training_over=True)
         admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))

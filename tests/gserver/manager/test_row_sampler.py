@@ -10,13 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.config import Config
 from streamrl.gserver.manager import row_sampler
 from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.rows import RowResults
 from streamrl.transport.control import Admit, DataFacts, GroupInHand, Keep, Reject
-from tests.gserver.harness import Run, managed, small_config
+from tests.gserver.harness import Run, joined, managed
 from tests.gserver.scripted import scripted
 
 ROWS = 50
@@ -37,8 +36,8 @@ def hangs(results: RowResults, count: int, random: np.random.Generator) -> Seque
     return []
 
 
-def sampled(folder: Path, name: str = "by_results") -> Config:
-    return small_config(folder, data={"sampler": f"{__name__}:{name}"})
+def sampler(name: str) -> dict[str, str]:
+    return {"sampler": f"{__name__}:{name}"}
 
 
 async def admit(run: Run, count: int) -> dict[int, int | None]:
@@ -47,8 +46,8 @@ async def admit(run: Run, count: int) -> dict[int, int | None]:
 
 
 async def test_rows_follow_the_results_and_stay_with_their_groups(tmp_path: Path) -> None:
-    async with scripted() as [gserver], managed(config := sampled(tmp_path)) as run:
-        await run.join(gserver)
+    async with joined(tmp_path, data=sampler("by_results")) as (run, _):
+        config = run.config
         assert await admit(run, 2) == {0: 10, 1: 10}
         await run.client.reject(Reject(worker=0, seq=0, reason="left out", reward=1.0))
         run.take(1)
@@ -77,8 +76,7 @@ async def test_a_sampler_that_fails_ends_the_run_with_its_name(
     name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_sampler, "SAMPLER_SECONDS", 0.5 if name == "hangs" else 30.0)
-    async with scripted() as [gserver], managed(sampled(tmp_path, name)) as run:
-        await run.join(gserver)
+    async with joined(tmp_path, data=sampler(name)) as (run, _):
         assert await admit(run, 1) == {}
         status = await run.until(lambda status: status.state == "failed")
         assert "data.sampler: " in status.message

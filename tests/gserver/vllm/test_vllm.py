@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import torch
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file
 
 from streamrl.checksum import checksums, tensor_sums
@@ -28,6 +27,7 @@ from streamrl.gserver.vllm.joined import become_server, join, joined_socket
 from streamrl.lora import adapter_specs
 from streamrl.transport.generation import FinishReason, SamplingParams, VersionSpan
 from streamrl.transport.vllm import GENERATE, TokenReply
+from tests.transport.test_control import server
 
 SHAPES = {"a.weight": (3, 5), "b.bias": (7,), "c.weight": (2, 2)}
 
@@ -180,24 +180,16 @@ async def test_a_server_with_other_flags_is_not_joined(
     answers = iter(scores)
     loaded: list[str] = []
 
-    async def generate(request: web.Request) -> web.Response:
-        score = {"token_id": 1, "logprob": next(answers)}
-        return web.json_response({"choices": [{"token_ids": [1], "logprobs": {"content": [score]}}]})
+    async def handle(request: web.Request) -> web.Response:
+        if request.path == GENERATE:
+            score = {"token_id": 1, "logprob": next(answers)}
+            return web.json_response({"choices": [{"token_ids": [1], "logprobs": {"content": [score]}}]})
+        if request.path == "/collective_rpc":
+            loaded.append((await request.json())["kwargs"]["weights_path"])
+        return web.json_response({"data": [{"id": "m", "max_model_len": room}], "success": True})
 
-    async def load(request: web.Request) -> web.Response:
-        loaded.append((await request.json())["kwargs"]["weights_path"])
-        return web.json_response({})
-
-    async def other(request: web.Request) -> web.Response:
-        models = [{"id": "m", "max_model_len": room}]
-        return web.json_response({"data": models, "success": True})
-
-    app = web.Application()
-    app.add_routes(
-        [web.post(GENERATE, generate), web.post("/collective_rpc", load), web.route("*", "/{any:.*}", other)]
-    )
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        client = VllmClient(session, url=str(server.make_url("")).rstrip("/"), timeout=5.0, request_seconds=5.0)
+    async with server(handle) as url, aiohttp.ClientSession() as session:
+        client = VllmClient(session, url=url, timeout=5.0, request_seconds=5.0)
         if problem:
             with pytest.raises(ConfigError, match=problem):
                 await join(client, tmp_path, model_dir=tmp_path, max_context=16)

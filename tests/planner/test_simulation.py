@@ -127,57 +127,41 @@ def test_policies_for_old_tokens() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    eta=st.integers(0, 5),
-    over_age=st.sampled_from(["mask", "wait", "drop"]),
-    batch=st.integers(1, 6),
-    siblings=st.integers(1, 3),
-    slots=st.integers(1, 9),
-    gservers=st.integers(1, 3),
-    workers=st.integers(1, 2),
-    lengths=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), min_size=1, max_size=8),
-    train=st.floats(0.01, 40.0),
-    each=st.floats(0.0, 0.5),
-    publish=st.floats(0.0, 3.0),
-    cores=st.sampled_from([None, 1, 2, 4]),
+    chosen=st.fixed_dictionaries(
+        {
+            "eta": st.integers(0, 5),
+            "over_age": st.sampled_from(["mask", "wait", "drop"]),
+            "batch": st.integers(1, 6),
+            "siblings": st.integers(1, 3),
+            "slots": st.integers(1, 9),
+            "gserver": st.fixed_dictionaries({"count": st.integers(1, 3)}),
+            "rollout": st.fixed_dictionaries({"workers": st.integers(1, 2)}),
+        }
+    ),
+    spent=st.fixed_dictionaries(
+        {
+            "lengths": st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), min_size=1, max_size=8),
+            "train": st.floats(0.01, 40.0),
+            "request_seconds": st.floats(0.0, 0.5),
+            "publish_seconds": st.floats(0.0, 3.0),
+            "cores": st.sampled_from([None, 1, 2, 4]),
+        }
+    ),
     seed=st.integers(0, 5),
 )
-def test_whatever_the_settings(
-    eta: int,
-    over_age: str,
-    batch: int,
-    siblings: int,
-    slots: int,
-    gservers: int,
-    workers: int,
-    lengths: list[list[int]],
-    train: float,
-    each: float,
-    publish: float,
-    cores: int | None,
-    seed: int,
-) -> None:
-    config = settings_of(
-        eta=eta,
-        over_age=over_age,
-        batch=batch,
-        siblings=siblings,
-        slots=slots,
-        gserver={"count": gservers},
-        rollout={"workers": workers},
-    )
+def test_whatever_the_settings(chosen: dict[str, Any], spent: dict[str, Any], seed: int) -> None:
+    eta, slots, gservers = chosen["eta"], chosen["slots"], chosen["gserver"]["count"]
+    on_cores = spent["cores"] is not None
     costs = costs_of(
-        lengths=lengths,
-        train=train,
-        request_seconds=each,
-        publish_seconds=publish,
+        **spent,
         pause_seconds=0.1,
         group_seconds=0.05,
         prompt_tokens=4.0,
         prompt_token_seconds=0.01,
-        cores=cores,
-        gservers_on_cores=cores is not None,
-        trainer_on_cores=cores is not None,
+        gservers_on_cores=on_cores,
+        trainer_on_cores=on_cores,
     )
+    config = settings_of(**chosen)
     found = simulate(config, costs, steps=12, seed=seed)
     assert found == simulate(config, costs, steps=12, seed=seed)
     if found.token_ages:
@@ -187,16 +171,16 @@ def test_whatever_the_settings(
     assert sum(found.trainer.values()) == pytest.approx(1)
     assert sum(found.gservers.values()) == pytest.approx(1)
     assert 0 <= found.slots_used <= 1 + 1e-9
-    assert found.masked_share == 0 or over_age == "mask"
-    assert found.dropped_share == 0 or over_age == "drop"
+    assert found.masked_share == 0 or chosen["over_age"] == "mask"
+    assert found.dropped_share == 0 or chosen["over_age"] == "drop"
     # an ideal pipeline: the trainer never waits, and neither does a core
-    assert period(found) >= train - 1e-6
-    if cores is not None:
+    assert period(found) >= spent["train"] - 1e-6
+    if on_cores:
         assert found.cores_busy is not None
         assert found.cores_busy <= 1 + 1e-9
-    shortest = min(max(1, length - 1) for group in lengths for length in group)
-    ideal = gservers * slots / (1 + each * slots) / (siblings * shortest)
-    begun = (eta + 1) * batch / found.seconds  # that were under way when counting began
+    shortest = min(max(1, length - 1) for group in spent["lengths"] for length in group)
+    ideal = gservers * slots / (1 + spent["request_seconds"] * slots) / (chosen["siblings"] * shortest)
+    begun = (eta + 1) * chosen["batch"] / found.seconds  # that were under way when counting began
     assert found.groups_per_second <= ideal + begun
 
 

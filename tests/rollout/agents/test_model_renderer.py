@@ -155,25 +155,7 @@ def known() -> tuple[ChatTokenizer, dict[str, ModelRenderer]]:
     return chat, found
 
 
-WORDS = [
-    "a",
-    "b",
-    " ",
-    "\n",
-    "\n\n",
-    "{",
-    "}",
-    "é",
-    "st",
-    "stop",
-    "<th",
-    "ink>",
-    "</th",
-    "<tool",
-    "<｜",
-    "invoke",
-    "look",
-]
+WORDS = [*"ab {}é\n", "\n\n", "st", "stop", "<th", "ink>", "</th", "<tool", "<｜", "invoke", "look"]
 BODIES = ['{"name": "look", "arguments": {}}', "<function=look>\n</function>", '<invoke name="look">', "look:0"]
 BODIES += ["<｜DSML｜tool_calls>\n", '<｜DSML｜invoke name="look">\n', "</｜DSML｜invoke>\n", "</｜DSML｜tool_calls>"]
 

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from streamrl.gserver.server.engine import Output
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.packing import MicroBatch, pack
-from streamrl.trainer.roles.items import unpack
-from streamrl.types import NO_EXPERT, Trajectory, TrajectoryGroup
+from streamrl.types import Trajectory, TrajectoryGroup
 from tests.experts import as_in_files
-from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, save
+from tests.gserver.tiny import make_model, prompt, save
 from tests.trainer.backends.reference import make_spec
 from tests.trainer.models import random_group
 
@@ -26,79 +24,8 @@ SHAPE = "qwen3-moe"
 LAYERS, TOP_K, DENSE = 3, 2, 1
 
 
-def nearly_tied(seed: int) -> Any:
-    """A model whose experts are chosen, two of three, by differences in the last bits of the router's weights, which
-    `seed` draws."""
-    model = make_model(SHAPE)
-    generator = torch.Generator().manual_seed(seed)
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            weight = layer.mlp.gate.weight
-            tied = weight[::3].detach().repeat_interleave(3, 0)
-            with torch.no_grad():
-                weight.copy_(tied + 1e-6 * torch.randn(weight.shape, generator=generator))
-    return model
-
-
-async def sampled(folder: Path) -> list[tuple[list[int], Output]]:
-    """Prompts and responses; of some prompts the engine has a part in its cache."""
-    shared = prompt(30)
-    prompts = [shared, shared, prompt(4), [*shared, *prompt(9, seed=1)]]
-    found = []
-    async with engine_for(folder, max_running=4) as engine:
-        for ids in ([prompts[0], prompts[1], prompts[2]], [prompts[3]]):
-            jobs = [job(f"{len(found)}.{i}", p, return_routed_experts=True) for i, p in enumerate(ids)]
-            found += zip(ids, await generate(engine, jobs), strict=True)
-    assert found[-1][1].cached_tokens >= 30
-    return found
-
-
-def trajectory(ids: list[int], output: Output) -> Trajectory:
-    tokens = [*ids, *output.output_ids]
-    mask = np.arange(len(tokens)) >= len(ids)
-    assert output.routed_experts is not None
-    assert output.routed_experts.shape == (len(tokens) - 1, LAYERS, TOP_K)
-    unknown = np.full((1, LAYERS * TOP_K), NO_EXPERT, np.uint8)
-    return Trajectory(
-        input_ids=np.array(tokens, np.int32),
-        loss_mask=mask,
-        behavior_logprobs=np.concatenate([np.zeros(len(ids)), output.logprobs]).astype(np.float32),
-        policy_versions=np.where(mask, 0, -1).astype(np.int32),
-        reward=0.0,
-        finish_reason="length",
-        routed_experts=np.concatenate([output.routed_experts.reshape(len(tokens) - 1, -1), unknown]),
-    )
-
-
-def groups_of(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
-    """The first two have their prompt in common."""
-    siblings = [trajectories[:2], *([one] for one in trajectories[2:])]
-    return [
-        TrajectoryGroup.from_trajectories(seq=i, worker="", prompt_length=1, trajectories=list(each))
-        for i, each in enumerate(siblings)
-    ]
-
-
 def micros_of(groups: Sequence[TrajectoryGroup], *, share_prefix: bool = True) -> list[MicroBatch]:
     return pack(groups, max_tokens=90, share_prefix=share_prefix)
-
-
-def largest_difference(model: TorchModel, groups: Sequence[TrajectoryGroup], *, share_prefix: bool) -> float:
-    micros = micros_of(groups, share_prefix=share_prefix)
-    found = unpack(micros, model.infer(micros), groups)
-    return max(float(np.abs(g.packed_behavior_logprobs - f).max()) for g, f in zip(groups, found, strict=True))
-
-
-async def test_replayed_tokens_have_the_engines_logprobs(tmp_path: Path) -> None:
-    """The trainer's routers are those of the engine but for the last bits, as another kernel's would be."""
-    responses = await sampled(save(nearly_tied(0), tmp_path / "engine"))
-    groups = groups_of([trajectory(*response) for response in responses])
-    other = save(nearly_tied(1), tmp_path / "trainer")
-    spec: dict[str, Any] = {"temperature": 1.0, "lr": None}
-    replaying, free = (TorchModel(make_spec(other, replay_routing=replay, **spec)) for replay in (True, False))
-    for share_prefix in (True, False):
-        assert largest_difference(replaying, groups, share_prefix=share_prefix) < 1e-4
-        assert largest_difference(free, groups, share_prefix=share_prefix) > 0.05
 
 
 def test_gradients_flow_through_the_shares_of_replayed_experts(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from tests.trainer.pretended import Script, pretended, virtually
 STALENESS, BATCH, MINIBATCHES, STEPS, SIBLINGS, PROMPT = 2, 4, 2, 6, 3, 4
 LR, BETAS, WEIGHT_DECAY, GRAD_CLIP, WARMUP = 1e-2, (0.9, 0.95), 0.1, 0.05, 3
 EPS = 1e-3  # a large one keeps AdamW from turning rounding noise of tiny gradients into whole steps
+CONTRAST_KNOWN = 5
+"""From so many steps on, a batch in which fewer groups teach than on average takes a smaller step."""
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, CAP, PULL, KL, ENTROPY = 0.7, 0.002, 0.003, 1.1, 0.2, 0.1, 0.01
 
 
@@ -136,10 +139,17 @@ class Loop:
         self.updates = 0
         self.clipped = self.capped = self.masked = self.far = 0
         """How often each of the formulas' corners was met."""
+        self.teaching: list[float] = []
+        """Of each step, the share of groups with different rewards."""
+        self.lr_scale = 1.0
 
     def step(self, groups, *, version):
         with torch.no_grad():
             proximal = {g.seq: [logprobs_of(self.model, ids)[0] for ids, _, _ in responses(g)] for g in groups}
+        share = sum(len(set(group.rewards.tolist())) > 1 for group in groups) / BATCH
+        if len(self.teaching) >= CONTRAST_KNOWN:
+            self.lr_scale = min(1.0, (share / fmean(self.teaching)) ** 0.5)
+        self.teaching.append(share)
         size = BATCH // MINIBATCHES
         for start in range(0, BATCH, size):
             self._update(groups[start : start + size], proximal, version=version)
@@ -174,7 +184,7 @@ class Loop:
         self.optimizer.zero_grad()
         (loss / tokens).backward()
         self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRAD_CLIP)
-        self.optimizer.param_groups[0]["lr"] = LR * min(1.0, (self.updates + 1) / (WARMUP + 1))
+        self.optimizer.param_groups[0]["lr"] = self.lr_scale * LR * min(1.0, (self.updates + 1) / (WARMUP + 1))
         self.optimizer.step()
         self.updates += 1
 
@@ -223,6 +233,7 @@ def test_a_stale_run_gives_the_weights_of_a_plain_loop_on_the_same_groups(tmp_pa
     assert sum(report.metrics["tokens_masked"] for report in reports) == loop.masked > 0
     assert min(loop.clipped, loop.capped, loop.far) > 5
     assert float(loop.norm) > GRAD_CLIP
+    assert loop.lr_scale < 1
 
     weights = dict(assembly.actor.model.gather_weights())
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()

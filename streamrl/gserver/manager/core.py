@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from streamrl.architecture import Architecture
 from streamrl.config import Config, by_task
 from streamrl.errors import RunStopped, StreamRLError
-from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.admission import Admissions, GroupCalls
 from streamrl.gserver.manager.checks import Comparisons, GserverChecks, Question
 from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.members import Members, has_ended
-from streamrl.gserver.manager.registry import Member, MemberState, Registry
+from streamrl.gserver.manager.registry import Access, Member, MemberState, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.row_sampler import RowSampler
 from streamrl.gserver.manager.run_state import RunState

@@ -33,9 +33,8 @@ from streamrl import essential
 from streamrl.config import Config
 from streamrl.disk import cache_home
 from streamrl.errors import UNDECODABLE, PeerError, StreamRLError, WireError
-from streamrl.gserver.manager.access import check_speaker
 from streamrl.gserver.manager.core import Manager
-from streamrl.gserver.manager.registry import Member
+from streamrl.gserver.manager.registry import Member, check_speaker
 from streamrl.gserver.manager.status import render
 from streamrl.records.logs import RateLimitedLog
 from streamrl.records.timeline import Timeline
@@ -157,7 +156,7 @@ LOOKS = frozenset({"GET /status", "GET /metrics"})
 
 
 def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
-    """Return a server for all calls of `transport/control.py`, which checks each caller's permission (`access.py`).
+    """Return a server for all calls of `transport/control.py`, which checks each caller's permission (`Access`).
 
     `on_loopback`: whether only this machine reaches the server.
     """

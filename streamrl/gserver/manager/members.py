@@ -27,9 +27,8 @@ import psutil
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError, PeerError, StreamRLError
-from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.gserver import Gserver
-from streamrl.gserver.manager.registry import Member, MemberEvent, MemberState, Registry
+from streamrl.gserver.manager.registry import Access, Member, MemberEvent, MemberState, Registry
 from streamrl.gserver.manager.run_state import RunState
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.ledger import Ledger

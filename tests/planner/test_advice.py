@@ -101,8 +101,8 @@ def learner(*, learned_age: float) -> Any:
     [
         (106.0, 4.0, 4.0, True),
         (104.0, 3.5, 4.0, False),
-        (100.0, 1.0, 4.0, True),
-        (100.0, 1.0, 0.9, False),  # what it gains is gone when the policy has learned
+        (100.0, 1.5, 4.0, True),
+        (100.0, 1.5, 0.9, False),  # what it gains is gone when the policy has learned
     ],
 )
 def test_a_change_is_worth_it_from_a_threshold_on(tokens: float, age: float, learned_age: float, worth: bool) -> None:

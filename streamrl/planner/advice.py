@@ -52,7 +52,8 @@ from streamrl.records.metrics import METRICS_FILE
 
 AGE_COST = 0.016
 """Share of the area under the reward of all policy versions that is lost with each version of the mean token age: least
-squares over the study in docs/staleness.md (`age_cost` in `benchmarks/staleness.py`); single tasks lose 0.013 to 0.020."""
+squares over runs with a constant η of the study in docs/staleness.md (`age_cost` in `benchmarks/staleness.py`); single
+tasks lose 0.013 to 0.020."""
 MARGIN = 0.05
 """Share of the learning in a second that may be given up for fresher tokens."""
 AGE_STEP = 0.5

@@ -69,8 +69,8 @@ test-all: lint $(VENVS_FOR_TESTS) $(SLURM_FOR_TESTS)
 coverage: export OMP_NUM_THREADS := 1
 coverage: $(INSTALLED_DEV)
 	rm -rf .coverage
-	-$(BIN)/coverage run -m pytest -m "not extra"
-	$(BIN)/coverage combine --quiet
+	-$(BIN)/coverage run -m pytest -n $(TEST_PROCESSES) --max-worker-restart=0 -m "not extra"
+	-$(BIN)/coverage combine --quiet  # a process that was killed leaves a file that cannot be read
 	$(BIN)/coverage report
 
 lint: $(INSTALLED_DEV)

@@ -470,13 +470,14 @@ def staleness_claims(results: Results) -> str:
 
 
 def staleness_default(results: Results) -> str:
-    """The default, and the same without its limits: area by task and η, and the runs that collapsed."""
+    """The default, and the same without its limits, on the tasks that count: area by task and η, and the runs that
+    collapsed."""
     found = [s for s in staleness.summaries(results["rows"]) if s.kind.over_age == "mask"]
     by_place = {(s.kind.task, s.kind.objective, s.kind.eta): s for s in found}
     etas = (0, *staleness.STALE_ETAS)
     rows = [
         [task, kind, *(area_and_collapses(by_place.get((task, kind, e))) for e in etas)]
-        for task in staleness.TASKS
+        for task in (*staleness.STEADY, *staleness.PRETRAINED)
         for kind in ("default", "drift", "constant")
         if any(place[:2] == (task, kind) for place in by_place)
     ]
@@ -536,7 +537,7 @@ def learning(results: Results) -> str:
         return f"{fmean(found):.2f} ({from_to(found, '.2f')})" if found else MISSING
 
     lines = []
-    for eta in unique(row["max_staleness"] for row in rows):
+    for eta in sorted(unique(row["max_staleness"] for row in rows)):
         mine = [row for row in rows if row["max_staleness"] == eta]
         seeds = unique(row["seed"] for row in mine)
         seconds = fmean(max(row["seconds"] for row in mine if row["seed"] == seed) for seed in seeds)

@@ -58,7 +58,7 @@ TOLERANCE = 1e-4
 JSON = {"Content-Type": "application/json"}
 
 
-LONG = {"embedded": 5000, "sglang": 400, "vllm": 400}
+LONG = {"embedded": 5000, "sglang": 1200, "vllm": 1200}
 """Tokens of a response that goes on for longer than an update takes."""
 
 

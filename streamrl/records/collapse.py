@@ -160,16 +160,15 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         """Return by how many versions groups admitted from now on may be stale, with this `max_staleness`."""
         return max_staleness if self.near is None else min(max_staleness, self.near)
 
-    def lr_scale(self, contrast: float) -> float:
-        """Return the factor of the learning rate for a batch in which the share `contrast` of the groups has contrast.
+    def lr_scale(self, teaching: int, groups: int) -> float:
+        """Return the factor of the learning rate for a batch of `groups`, `teaching` of them with contrast.
 
         The noise in the direction of a step falls with the square root of the number of groups that teach, and Adam
         takes steps of the same length whatever that number is.
         """
         if not self.contrast:
             return 1.0
-        least = 1 / max(self.recent["groups"][-1], 1.0)
-        return min(1.0, math.sqrt(max(contrast, least) / self.contrast))
+        return min(1.0, math.sqrt(max(teaching, 1) / groups / self.contrast))
 
     def _windows(self, name: str) -> list[list[float]]:
         """Return each `WINDOW` remembered steps in a row, the latest last."""

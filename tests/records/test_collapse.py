@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
-from streamrl.records.collapse import CALM, CONTRAST_STEPS, WINDOW, CollapseWatch, advice
+from streamrl.records.collapse import CALM, CONTRAST_STEPS, WINDOW, CollapseWatch, Health, advice
 
 HEALTHY = {
     "reward_mean": 0.97,
@@ -298,11 +298,13 @@ def test_steps_shrink_by_the_root_of_the_share_of_groups_that_teach(counts, now)
     ]
     most = max(means, default=0.0)
     expected = min(1.0, math.sqrt(max(now, 1) / most)) if most else 1.0
-    assert watch.lr_scale(now / 32) == pytest.approx(expected)
+    assert watch.lr_scale(now, 32) == pytest.approx(expected)
 
 
 def test_the_usual_share_of_groups_that_teach_survives_a_checkpoint_and_other_sizes_of_a_batch() -> None:
     watch = fed([HEALTHY | {"groups_with_contrast": 16.0}] * WINDOW)[-1]
     read = msgspec.json.decode(msgspec.json.encode(watch), type=CollapseWatch)
-    assert read.lr_scale(1 / 8) == read.resumed().lr_scale(1 / 8) == 0.5
-    assert fed([HEALTHY | {"groups": 8.0, "groups_with_contrast": 1.0}], read)[-1].lr_scale(1 / 8) == 0.5
+    assert read.lr_scale(1, 8) == read.resumed().lr_scale(1, 8) == 0.5
+    collapsed = msgspec.structs.replace(read, health=Health(state="collapsing")).resumed()
+    assert collapsed.lr_scale(1, 8) == 0.5, "also after its figures have been forgotten"
+    assert fed([HEALTHY | {"groups": 8.0, "groups_with_contrast": 1.0}], read)[-1].lr_scale(1, 8) == 0.5

@@ -418,7 +418,7 @@ class Master:
         stale = self._ledger.max_staleness > 0
         if given or not (compares and stale and self._config.staleness.lr_by_contrast):
             return 1.0
-        return self._history.watch.lr_scale(groups_with_contrast(batch) / len(batch))
+        return self._history.watch.lr_scale(groups_with_contrast(batch), len(batch))
 
     def _look_after(self, figures: dict[str, float], *, age: float) -> dict[str, float]:
         """Update the run's health by the last step, on tokens of mean `age`; return additional figures of the step."""

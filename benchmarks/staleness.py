@@ -162,7 +162,7 @@ OBJECTIVES: dict[str, Mapping[str, Any]] = {
         "behavior_weight_level": "none",
     },
 }
-"""Settings of [algorithm] by name. The first three have those of the example. All but `default` have steps of full
+"""Settings of [algorithm] by name. The first three have the example's. All but `default` have steps of full
 length (`staleness.lr_by_contrast`), and all but `default` and `drift` a constant staleness (`staleness.most_drift`).
 The others name all of their settings, so that a change of defaults does not change them. `decoupled` has the clip
 around the policy at the start of the step; `truncated` is the same with the limit of truncated importance sampling in
@@ -616,7 +616,7 @@ def areas_per_second(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]
 
 def age_cost(rows: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of the area that is lost with each version of the mean token age: least squares over the means
-    by task and constant η, without `UNSTEADY`, whose runs differ more by seed than by η."""
+    by task and constant η, without `UNSTEADY`: its runs differ more by seed than by η."""
     synchronous = curves(rows_of(rows, eta=0))
     ages, losses = [], []
     for task in (*SCRATCH, *PRETRAINED):

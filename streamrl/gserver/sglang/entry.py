@@ -1,14 +1,14 @@
 """Entry point of SGLang's interpreter: installs a lifeline, a time limit for weight groups, checksums of received
 weights and support for machines without a GPU, then runs SGLang.
 
-It runs as a file, because SGLang may be installed in an environment without streamrl; it imports only those modules of
-streamrl that need no other packages than SGLang's (`received.py`, `server/lifeline.py`). Processes
-that SGLang spawns import it again, and so get the same changes. Its arguments are those of SGLang's server.
+It runs as a file, because SGLang may be installed in an environment without streamrl; it imports only the modules of
+streamrl that need no other packages than SGLang's (`received.py`, `server/lifeline.py`). Processes that SGLang spawns
+import it again, and so get the same changes. It takes the arguments of SGLang's server.
 
 Changes for a machine without a GPU (sglang 0.5.23, PyPI's wheels):
 
-- SGLang imports `sgl_kernel` for its CUDA operators. If it is not installed, a module takes its place whose operators
-  can be imported and raise an error when called, which the torch backends never do.
+- SGLang imports `sgl_kernel` for its CUDA operators. If it is not installed, a module takes its place: its
+  operators can be imported and raise an error when called, which the torch backends never do.
 - The wheel of torchvision is built for CUDA and expects two operators that only its own library defines. If that
   library cannot be loaded, their schemas are declared, which suffices to import torchvision.
 - SGLang's adapters request memory that is pinned for copies to a GPU, which torch cannot provide without a GPU. They

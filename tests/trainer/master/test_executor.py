@@ -1,4 +1,4 @@
-"""What the executor loads, and which hooks go with which calls."""
+"""The data that the executor loads, and the hooks of each call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFFLOAD = Offload("ref")
 
 
 class Workers:
-    """A channel whose workers do nothing, and what was asked of them."""
+    """A channel whose workers do nothing; it keeps the requests to them."""
 
     def __init__(self):
         self.calls = []
